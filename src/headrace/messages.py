@@ -1,0 +1,310 @@
+"""The only wire format: what an owner, its sources and a router say to each other.
+
+Every message is a msgspec array-like tagged struct that forbids unknown fields, encoded as msgpack.
+Any bytes decode to one message of the expected direction or raise `RemoteProtocolError`. Messages
+carry no payload: KV, prompts and logits live in a slot (or, from the router, in a memfd passed
+beside the message), so that a message stays under 64 KiB whatever the size of the request.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from headrace.errors import RemoteProtocolError
+from headrace.geometry import Emission, Manifest
+from headrace.ids import AttemptId, Span
+
+T = TypeVar("T")
+
+MAX_SPANS: Final = 64
+MAX_PROGRESS: Final = 128
+MAX_TEXT: Final = 4096
+
+Count: TypeAlias = Annotated[int, Meta(ge=0)]
+Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
+Route: TypeAlias = Literal["whole", "chunked", "streamed"]
+
+
+class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag_field="t"):
+    pass
+
+
+# Owner to source.
+
+
+class Hello(_Message, frozen=True, tag="hello"):
+    """The first message: what the source must agree with; the slab's descriptor rides beside it."""
+
+    epoch: Count
+    decoder: Manifest
+    context: Count
+    num_slots: Count
+    slot_nbytes: Count
+
+
+class Prefill(_Message, frozen=True, tag="prefill"):
+    """Grants the write lease of a slot, which already holds the prompt of `num_tokens` ids.
+
+    group_layers: layers of one layer group. chunk: positions of one transfer chunk, 0 = all.
+    prefill_chunk: positions computed at once, 0 = all. digest: stamp every span.
+    """
+
+    attempt: AttemptId
+    slot: Count
+    generation: Count
+    num_tokens: Count
+    route: Route
+    group_layers: Count
+    chunk: Count
+    prefill_chunk: Count
+    emission: Emission
+    digest: bool
+
+
+class Cancel(_Message, frozen=True, tag="cancel"):
+    """The attempt is no longer wanted; the source stops at its next sink call."""
+
+    attempt: AttemptId
+
+
+class Shutdown(_Message, frozen=True, tag="shutdown"):
+    """Finish nothing new and exit."""
+
+
+# Source to owner.
+
+
+class Ready(_Message, frozen=True, tag="ready"):
+    """The source loaded its engine; sent before `Hello` is answered with `Attached`."""
+
+    manifest: Manifest
+
+
+class Attached(_Message, frozen=True, tag="attached"):
+    """The source agreed, mapped the slab, touched every page of it and closed its descriptor."""
+
+    epoch: Count
+
+
+class Progress(_Message, frozen=True, tag="progress"):
+    """Cells that the source has written: 1 to MAX_SPANS spans, applied whole or not at all.
+
+    digests: empty, or one per span in the manifest's algorithm over the span's bytes in plan order.
+    begun_ns, ready_ns: host CLOCK_MONOTONIC of the source: when the compute behind these spans
+    began, and when their bytes lay in the slot.
+    """
+
+    attempt: AttemptId
+    slot: Count
+    generation: Count
+    spans: Annotated[tuple[Span, ...], Meta(min_length=1, max_length=MAX_SPANS)]
+    digests: Annotated[tuple[Count, ...], Meta(max_length=MAX_SPANS)]
+    begun_ns: Count
+    ready_ns: Count
+
+
+class SourceFinal(_Message, frozen=True, tag="final"):
+    """The source-final input is there: the logits row in the slot, or a token id.
+
+    begun_ns, ready_ns: host CLOCK_MONOTONIC of the source: when the prefill began, and when the
+    source-final input was ready, which may lie before the last cells were written.
+    """
+
+    attempt: AttemptId
+    slot: Count
+    generation: Count
+    first: Literal["logits", "token"]
+    token: Count
+    begun_ns: Count
+    ready_ns: Count
+
+
+class Failed(_Message, frozen=True, tag="failed"):
+    """The engine failed this attempt; the source lives on."""
+
+    attempt: AttemptId
+    slot: Count
+    generation: Count
+    reason: Text
+
+
+class Released(_Message, frozen=True, tag="released"):
+    """The engine has returned and the write lease is back: always an attempt's last message."""
+
+    attempt: AttemptId
+    slot: Count
+    generation: Count
+
+
+class Incompatible(_Message, frozen=True, tag="incompatible"):
+    """The source cannot serve this owner; it exits after saying why."""
+
+    field: Text
+    reason: Text
+
+
+ToSource: TypeAlias = Hello | Prefill | Cancel | Shutdown
+FromSource: TypeAlias = Ready | Attached | Progress | SourceFinal | Failed | Released | Incompatible
+
+
+# Router to owner.
+
+
+class Sampling(_Message, frozen=True, tag="sampling"):
+    """How tokens are chosen: temperature 0 is greedy; top_k 0 and top_p 1 cut nothing."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: Count = 0
+    seed: Count | None = None
+
+
+class Submit(_Message, frozen=True, tag="submit"):
+    """Start a request; its u32 prompt ids ride beside it as a memfd of 4 x num_tokens bytes."""
+
+    label: Count
+    num_tokens: Count
+    max_tokens: Count
+    route: Route
+    group_layers: Count
+    chunk: Count
+    prefill_chunk: Count
+    emission: Emission
+    digest: bool
+    stop_tokens: tuple[Count, ...]
+    sampling: Sampling
+    audit: bool
+
+
+class Withdraw(_Message, frozen=True, tag="withdraw"):
+    """Cancel the request with this label, wherever it is."""
+
+    label: Count
+
+
+# Owner to router.
+
+
+class Up(_Message, frozen=True, tag="up"):
+    """The owner and all its sources are ready."""
+
+    decoder: Manifest
+    lanes: Count
+    num_slots: Count
+    slot_nbytes: Count
+    context: Count
+
+
+class Down(_Message, frozen=True, tag="down"):
+    """The owner cannot start or go on; `mistake` tells a user's mistake from a failure."""
+
+    mistake: bool
+    reason: Text
+
+
+class Token(_Message, frozen=True, tag="token"):
+    """One more token of a request."""
+
+    label: Count
+    token: Count
+
+
+class Interval(_Message, frozen=True, tag="interval"):
+    """What one process did between two readings of the host's CLOCK_MONOTONIC."""
+
+    name: Text
+    begun_ns: Count
+    ended_ns: Count
+    nbytes: Count
+
+
+class Events(_Message, frozen=True, tag="events"):
+    """A batch of a request's intervals on one lane, sent before `Ended`."""
+
+    label: Count
+    lane: Literal["source", "owner"]
+    intervals: Annotated[tuple[Interval, ...], Meta(max_length=256)]
+
+
+class Measured(_Message, frozen=True, tag="measured"):
+    """What one request took, in ns of the host's CLOCK_MONOTONIC and in bytes.
+
+    tail_from_group_ns is the transfer tail counted from the end of the last layer group.
+    """
+
+    submitted_ns: Count
+    prefill_begun_ns: Count
+    source_final_ns: Count
+    last_group_ns: Count
+    published_ns: Count
+    first_token_ns: Count
+    ended_ns: Count
+    kv_nbytes: Count
+    nbytes_before_final: Count
+    last_group_nbytes: Count
+    spans: Count
+    groups: Count
+    imports: Count
+    decode_in_the_way_ns: Count
+
+
+class Ended(_Message, frozen=True, tag="ended"):
+    """The request's one terminal.
+
+    Digests are hex, empty unless asked for by `audit`: of every logits row in order, and per layer
+    of the published cells.
+    """
+
+    label: Count
+    outcome: Literal["finished", "failed", "cancelled"]
+    reason: Text
+    measured: Measured | None
+    logits_digest: Text
+    kv_digests: tuple[Text, ...]
+
+
+ToOwner: TypeAlias = Submit | Withdraw | Shutdown
+FromOwner: TypeAlias = Up | Down | Token | Events | Ended
+
+Message: TypeAlias = ToSource | FromSource | ToOwner | FromOwner
+
+_encoder = msgspec.msgpack.Encoder()
+_to_source = msgspec.msgpack.Decoder(ToSource)
+_from_source = msgspec.msgpack.Decoder(FromSource)
+_to_owner = msgspec.msgpack.Decoder(ToOwner)
+_from_owner = msgspec.msgpack.Decoder(FromOwner)
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode_to_source(payload: bytes) -> ToSource:
+    """A message from the owner; raises RemoteProtocolError for anything else."""
+    return _decode(_to_source, payload)
+
+
+def decode_from_source(payload: bytes) -> FromSource:
+    """A message from a source; raises RemoteProtocolError for anything else."""
+    return _decode(_from_source, payload)
+
+
+def decode_to_owner(payload: bytes) -> ToOwner:
+    """A message from the router; raises RemoteProtocolError for anything else."""
+    return _decode(_to_owner, payload)
+
+
+def decode_from_owner(payload: bytes) -> FromOwner:
+    """A message from an owner; raises RemoteProtocolError for anything else."""
+    return _decode(_from_owner, payload)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
+    try:
+        return decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise RemoteProtocolError(f"undecodable message of {len(payload)} bytes: {exc}") from exc
