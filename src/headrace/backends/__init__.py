@@ -1,0 +1,1 @@
+"""The two contracts that a device implements, and one file per device."""

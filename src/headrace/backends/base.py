@@ -1,0 +1,180 @@
+"""The two contracts that a device implements, and the few facts that they exchange.
+
+A **prefill engine** lives in a source process and writes cells into its slot through a sink. A
+**decoder** lives in the owner process and copies cells from a slot into a reservation. Neither
+knows the protocol. One thread drives a vendor runtime; no method here is called from two threads.
+
+Host bytes are passed as memoryviews. A tensor over a slot must be made by `np.frombuffer(view)` and
+`torch.from_numpy`, which keep the mapping alive, and never by `torch.frombuffer`, which does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self
+
+from headrace.geometry import Layout, Manifest
+from headrace.ids import Span
+from headrace.messages import Prefill
+from headrace.plan import Copy, Plan, Region
+
+
+class Cells(NamedTuple):
+    """The writable place of positions [start, stop) of one part of one layer in a slot.
+
+    Its bytes are [heads, stop - start, head_dim] in rows of one head each (`head_major`), or
+    [stop - start, heads, head_dim] in one row (`token_major`), in the part's dtype.
+    """
+
+    buffer: memoryview
+    region: Region
+    layer: int
+    part: int
+    start: int
+    stop: int
+
+    def rows(self) -> list[memoryview]:
+        """The rows of the region, each a writable contiguous view of bytes."""
+        offset, rows, nbytes, stride = self.region
+        return [self.buffer[offset + at * stride :][:nbytes] for at in range(rows)]
+
+
+class SpanWriter(Protocol):
+    """Writable cells of spans that are announced together; leaving the block announces them."""
+
+    def cells(self, layer: int) -> list[Cells]:
+        """The places of a layer's parts in this writer's spans; empty if it has no cells there."""
+
+    def commit(self) -> None:
+        """Every cell is written: announce. The views must not be written after this."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class PrefillSink(Protocol):
+    """Where an engine puts one attempt. Every method raises `Cancelled` once it is withdrawn."""
+
+    plan: Plan
+    options: Prefill
+
+    def write(self, *spans: Span) -> SpanWriter:
+        """A writer for the cells of `spans`, whose layers or positions must not overlap."""
+
+    def final(
+        self,
+        logits: memoryview | bytes | None,
+        *,
+        token: int | None = None,
+        ready_ns: int | None = None,
+    ) -> None:
+        """The source-final input: the last position's row of logits, or a token id.
+
+        All cells must be committed before. `ready_ns` (CLOCK_MONOTONIC) tells when it was ready, if
+        that was before the last cells were written; by default it is now.
+        """
+
+
+class PrefillEngine(Protocol):
+    """What a prefill device implements; `start` > 0 asks for positions [start, n) only."""
+
+    def manifest(self) -> Manifest: ...
+
+    def prefill_stream(self, tokens: Sequence[int], sink: PrefillSink, start: int = 0) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """What a decoder device can do.
+
+    max_lanes: most reservations and entries at once. ordered_copy: imports have a fence that proves
+    their end; without it an owner refuses to start. device_events: fences are device events.
+    decodes: whether `decode_step` computes anything.
+    """
+
+    max_lanes: int
+    ordered_copy: bool = True
+    device_events: bool = False
+    decodes: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Storage of one lane for a prompt of `num_tokens`, invisible until published."""
+
+    lane: int
+    num_tokens: int
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A published cache entry: what was the reservation of the same lane and serial."""
+
+    lane: int
+    num_tokens: int
+    serial: int
+
+
+class SlotView(NamedTuple):
+    """A slot as the owner sees it: its bytes, their address, and the layout of its KV area."""
+
+    buffer: memoryview
+    address: int
+    layout: Layout
+
+
+class Fence(Protocol):
+    """The proof that an import finished."""
+
+    def done(self) -> bool:
+        """Whether it has; raises DeviceError if the copy failed."""
+
+
+class Done:
+    """The fence of a copy that finished before it returned."""
+
+    def done(self) -> bool:
+        return True
+
+
+class Decoder(Protocol):
+    """What a decoder device implements. Only the owner's thread calls it."""
+
+    caps: Caps
+
+    def manifest(self) -> Manifest: ...
+
+    def reserve(self, num_tokens: int) -> Reservation:
+        """Set a lane aside; raises WouldBlock if none is free, DeviceError if the device fails."""
+
+    def begin_import(
+        self, reservation: Reservation, slot: SlotView, copies: Sequence[Copy]
+    ) -> Fence:
+        """Copy cells from the slot into the reservation."""
+
+    def read(self, held: Reservation | Entry, layout: Layout, copy: Copy) -> bytes | memoryview:
+        """The prompt's bytes of a copy's cells as landed, in `layout` order, once it is fenced."""
+
+    def publish(self, reservation: Reservation) -> Entry:
+        """Make the reservation visible to decode, in one step."""
+
+    def free(self, held: Reservation | Entry) -> None:
+        """Give the lane back; nothing may be in flight into it."""
+
+    def decode_step(self, active: Sequence[tuple[Entry, int]]) -> list[memoryview]:
+        """Feed each entry its next token; returns each one's float32 row of logits."""
+
+    def statistics(self) -> Mapping[str, int]: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,57 @@
+"""Admission: who may have storage, a slot, or both, now.
+
+Storage first, then slot. A freed lane goes to the oldest parked hand-off before any waiting one. A
+free slot goes to the oldest hand-off that holds storage without one; only when there is none may
+the oldest waiting hand-off be parked, that is, hold a slot without storage. So nobody waits for a
+slot that a parked hand-off holds while that one waits for his storage: opposite holdings, and with
+them deadlock, cannot arise. At most min(prefetch depth, slots - 1) are parked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headrace.protocol.handoff import Handoff, HandoffState
+
+
+class Admission:
+    """The queues of hand-offs that lack storage or a slot, oldest first."""
+
+    def __init__(self, num_lanes: int, prefetch_depth: int) -> None:
+        self.lanes_free = num_lanes
+        self.prefetch_depth = prefetch_depth
+        self._queue: list[Handoff] = []
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def join(self, handoff: Handoff) -> None:
+        """A new hand-off waits from now on."""
+        self._queue.append(handoff)
+
+    def leave(self, handoff: Handoff) -> None:
+        """The hand-off ended, or holds both; it waits no longer."""
+        if handoff in self._queue:
+            self._queue.remove(handoff)
+
+    def next_for_storage(self) -> Handoff | None:
+        """Who gets a free lane: the oldest parked, else the oldest waiting; None without a lane."""
+        if not self.lanes_free:
+            return None
+        return self._oldest(HandoffState.PARKED) or self._oldest(HandoffState.WAITING)
+
+    def next_for_slot(self, *, num_slots: int, num_parked: int) -> Handoff | None:
+        """Who gets a free slot of a slab with `num_slots`, of which `num_parked` are parked."""
+        reserved = self._oldest(HandoffState.RESERVED)
+        if reserved is not None:
+            return reserved
+        if num_parked < min(self.prefetch_depth, num_slots - 1):
+            return self._oldest(HandoffState.WAITING)
+        return None
+
+    def waiting(self) -> Iterable[Handoff]:
+        """All that wait, oldest first."""
+        return tuple(self._queue)
+
+    def _oldest(self, state: HandoffState) -> Handoff | None:
+        return next((handoff for handoff in self._queue if handoff.state is state), None)

@@ -1,0 +1,118 @@
+"""What the owner's machine asks its shell to do, in the order given.
+
+A command is a plain fact. The shell carries it out and reports completions back by the ids in it;
+it decides nothing by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from headrace.ids import AttemptId, Generation, ImportId, RequestId, SlotIndex, SourceId, Span
+
+
+class Outcome(Enum):
+    """How a hand-off ends, once."""
+
+    PUBLISHED = "published"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Set decoder storage aside for `num_tokens` positions; a lane is known to be free."""
+
+    attempt: AttemptId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartPrefill:
+    """Write the prompt into the slot, then send the source its grant."""
+
+    attempt: AttemptId
+    source: SourceId
+    slot: SlotIndex
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class SendCancel:
+    """Tell the source that the attempt is no longer wanted."""
+
+    attempt: AttemptId
+    source: SourceId
+
+
+@dataclass(frozen=True, slots=True)
+class StartImport:
+    """Copy the cells of `piece` into the reservation; report by `import_id` when fenced."""
+
+    import_id: ImportId
+    attempt: AttemptId
+    source: SourceId
+    slot: SlotIndex
+    piece: Span
+
+
+@dataclass(frozen=True, slots=True)
+class CheckDigest:
+    """Compute the digest of the span's bytes as landed, in plan order; report by `import_id`."""
+
+    import_id: ImportId
+    attempt: AttemptId
+    span: Span
+    expected: int
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Coverage is complete, the source-final input is there, nothing is in flight: make it visible.
+
+    `slot` still holds the logits row when `token` is None.
+    """
+
+    attempt: AttemptId
+    source: SourceId
+    slot: SlotIndex
+    token: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """No import runs and nobody decodes: give the reservation or entry back."""
+
+    attempt: AttemptId
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """The device did not prove that it is quiet: set the storage apart, out of service."""
+
+    attempt: AttemptId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The hand-off's one terminal, for its caller."""
+
+    request: RequestId
+    outcome: Outcome
+    reason: str
+
+
+Command: TypeAlias = (
+    Reserve
+    | StartPrefill
+    | SendCancel
+    | StartImport
+    | CheckDigest
+    | Publish
+    | Free
+    | Quarantine
+    | Report
+)

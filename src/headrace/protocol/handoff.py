@@ -1,0 +1,299 @@
+"""One hand-off at the owner: from waiting for storage to the last fence.
+
+    WAITING     holds neither storage nor slot
+    PARKED      holds a slot, not yet storage: spans are validated and counted and stay in the slot
+    RESERVED    holds storage, not yet a slot
+    STREAMING   holds both: spans are imported as they are told
+    SEALED      the source-final input is there and every cell was told; imports may still run
+    PUBLISHED   the entry is visible and decodes
+    DRAINING    begins nothing; imports that run are waited for
+    ENDED       holds no storage
+
+Two coverages are kept. `claimed` is what the source has told, checked before anything changes, so
+that a cell told twice or outside the plan is refused. `landed` is what is proven to be in the
+reservation: a span counts there when every piece of it is fenced and, where asked for, its digest
+was found right. Publishing looks at `landed`, at the source-final input and at what is in flight,
+and at nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import ClassVar
+
+from headrace.coverage import Coverage
+from headrace.errors import LocalProtocolError, RemoteProtocolError
+from headrace.ids import AttemptId, ImportId, SourceId, Span
+from headrace.plan import Plan
+from headrace.protocol.commands import Outcome
+from headrace.protocol.machine import Machine
+from headrace.protocol.slots import Lease
+
+
+class HandoffState(Enum):
+    WAITING = auto()
+    PARKED = auto()
+    RESERVED = auto()
+    STREAMING = auto()
+    SEALED = auto()
+    PUBLISHED = auto()
+    DRAINING = auto()
+    ENDED = auto()
+
+
+class HandoffEvent(Enum):
+    RESERVE = auto()
+    LEASE = auto()
+    PROGRESS = auto()
+    FINAL = auto()
+    SEAL = auto()
+    IMPORT_BEGIN = auto()
+    IMPORT_END = auto()
+    PUBLISH = auto()
+    END = auto()
+    QUIET = auto()
+
+
+_S, _E = HandoffState, HandoffEvent
+
+
+@dataclass(slots=True)
+class SpanImport:
+    """A told span on its way: `open_pieces` of it are queued or in flight."""
+
+    span: Span
+    digest: int | None
+    open_pieces: int
+
+
+@dataclass(slots=True)
+class Flight:
+    """One import in flight: a piece of a span, or the check of the whole span's digest."""
+
+    span_import: SpanImport
+    nbytes: int
+    digest_check: bool = False
+
+
+class Handoff(Machine[HandoffState, HandoffEvent]):
+    """One attempt of one request, as its owner keeps it."""
+
+    TABLE: ClassVar = {
+        _S.WAITING: {_E.RESERVE: _S.RESERVED, _E.LEASE: _S.PARKED, _E.END: _S.DRAINING},
+        _S.PARKED: {
+            _E.RESERVE: _S.STREAMING,
+            _E.PROGRESS: _S.PARKED,
+            _E.FINAL: _S.PARKED,
+            _E.END: _S.DRAINING,
+        },
+        _S.RESERVED: {_E.LEASE: _S.STREAMING, _E.END: _S.DRAINING},
+        _S.STREAMING: {
+            _E.PROGRESS: _S.STREAMING,
+            _E.FINAL: _S.STREAMING,
+            _E.SEAL: _S.SEALED,
+            _E.IMPORT_BEGIN: _S.STREAMING,
+            _E.IMPORT_END: _S.STREAMING,
+            _E.END: _S.DRAINING,
+        },
+        _S.SEALED: {
+            _E.IMPORT_BEGIN: _S.SEALED,
+            _E.IMPORT_END: _S.SEALED,
+            _E.PUBLISH: _S.PUBLISHED,
+            _E.END: _S.DRAINING,
+        },
+        _S.PUBLISHED: {_E.END: _S.DRAINING},
+        _S.DRAINING: {_E.IMPORT_END: _S.DRAINING, _E.QUIET: _S.ENDED},
+        _S.ENDED: {},
+    }
+
+    def __init__(self, attempt: AttemptId, num_tokens: int) -> None:
+        super().__init__(HandoffState.WAITING, f"hand-off {attempt}")
+        self.attempt = attempt
+        self.num_tokens = num_tokens
+        self.outcome: Outcome | None = None
+        self.has_storage = False
+        self.source: SourceId | None = None
+        self.lease: Lease | None = None
+        self.final = False
+        self.token: int | None = None
+        self.last_progress_ns = 0
+        self.quarantine_reason = ""
+        self._plan: Plan | None = None
+        self._claimed = Coverage((), 0)
+        self._landed = Coverage((), 0)
+        self._queue: deque[tuple[SpanImport, Span, int]] = deque()
+        self._flights: dict[ImportId, Flight] = {}
+        self._queued_nbytes = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Imports begun and not yet fenced."""
+        return len(self._flights)
+
+    @property
+    def publishable(self) -> bool:
+        """Every cell landed, the source-final input there, nothing in flight."""
+        return (
+            self.state is HandoffState.SEALED
+            and self.final
+            and self._landed.complete
+            and not self._flights
+        )
+
+    @property
+    def nearness(self) -> tuple[bool, int]:
+        """Sorts the hand-off nearest to publishing first: sealed ones, then fewest bytes queued."""
+        return self.state is not HandoffState.SEALED, self._queued_nbytes
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether an import could begin now."""
+        return bool(self._queue) and self.allows(HandoffEvent.IMPORT_BEGIN)
+
+    def reserve(self) -> None:
+        """Storage is set aside for this attempt."""
+        self._check(HandoffEvent.RESERVE)
+        self.has_storage = True
+        self._step(HandoffEvent.RESERVE)
+        self._settle()
+
+    def take_lease(self, source: SourceId, lease: Lease, plan: Plan, now_ns: int) -> None:
+        """A slot of `source` is granted, and with it the plan is fixed."""
+        self._check(HandoffEvent.LEASE)
+        self.source = source
+        self.lease = lease
+        self.last_progress_ns = now_ns
+        self._plan = plan
+        self._claimed = Coverage(plan.windows, plan.num_tokens)
+        self._landed = Coverage(plan.windows, plan.num_tokens)
+        self._step(HandoffEvent.LEASE)
+
+    def progress(
+        self, spans: Sequence[Span], digests: Sequence[int], chunk_nbytes: int, now_ns: int
+    ) -> None:
+        """The source told spans: all are checked, then all are queued for import.
+
+        Raises:
+            RemoteProtocolError: illegal now, a malformed span, or digests that do not match.
+        """
+        self._check(HandoffEvent.PROGRESS, RemoteProtocolError)
+        if self.final:
+            raise RemoteProtocolError(f"{self._name}: progress after the final")
+        if digests and len(digests) != len(spans):
+            raise RemoteProtocolError(f"{self._name}: {len(spans)} spans, {len(digests)} digests")
+        self._claimed.add(spans)
+        plan = self._expect_plan()
+        for at, span in enumerate(spans):
+            if plan.span_nbytes(span):  # a span without cells is legal and moves nothing
+                self._enqueue(span, digests[at] if digests else None, plan, chunk_nbytes)
+        self.last_progress_ns = now_ns
+        self._step(HandoffEvent.PROGRESS)
+
+    def source_final(self, token: int | None, now_ns: int) -> None:
+        """The source-final input is there.
+
+        Raises:
+            RemoteProtocolError: illegal now, given before, or cells were not told.
+        """
+        self._check(HandoffEvent.FINAL, RemoteProtocolError)
+        if self.final:
+            raise RemoteProtocolError(f"{self._name}: a second final")
+        missing = self._claimed.first_missing()
+        if missing is not None:
+            raise RemoteProtocolError(f"{self._name}: final, but {missing} was never told")
+        self.final = True
+        self.token = token
+        self.last_progress_ns = now_ns
+        self._step(HandoffEvent.FINAL)
+        self._settle()
+
+    def begin_import(self, import_id: ImportId) -> tuple[Span, int]:
+        """Take the next queued piece; returns it and its bytes."""
+        self._check(HandoffEvent.IMPORT_BEGIN)
+        if not self._queue:
+            raise LocalProtocolError(f"{self._name}: nothing is queued")
+        entry, piece, nbytes = self._queue.popleft()
+        self._queued_nbytes -= nbytes
+        self._flights[import_id] = Flight(entry, nbytes)
+        self._step(HandoffEvent.IMPORT_BEGIN)
+        return piece, nbytes
+
+    def begin_digest_check(self, import_id: ImportId, entry: SpanImport) -> None:
+        """The whole span is fenced and its bytes are to be checked as landed."""
+        self._check(HandoffEvent.IMPORT_BEGIN)
+        self._flights[import_id] = Flight(entry, 0, digest_check=True)
+        self._step(HandoffEvent.IMPORT_BEGIN)
+
+    def end_import(self, import_id: ImportId, *, good: bool = True) -> SpanImport | None:
+        """An import ended; returns the span whose digest must be checked next, if any.
+
+        `good` is false when it failed or its digest was wrong: then its span never lands.
+        """
+        self._check(HandoffEvent.IMPORT_END)
+        flight = self._flights.pop(import_id, None)
+        if flight is None:
+            raise LocalProtocolError(f"{self._name}: import {import_id} is not in flight")
+        self._step(HandoffEvent.IMPORT_END)
+        entry = flight.span_import
+        wants_check = False
+        if good:
+            entry.open_pieces -= 0 if flight.digest_check else 1
+            fenced = entry.open_pieces == 0
+            wants_check = fenced and entry.digest is not None and not flight.digest_check
+            if fenced and not wants_check:
+                self._landed.add([entry.span])
+        self._settle()
+        return entry if wants_check and self.allows(HandoffEvent.IMPORT_BEGIN) else None
+
+    def span_of(self, import_id: ImportId) -> Span:
+        """The told span that an import in flight belongs to."""
+        return self._flights[import_id].span_import.span
+
+    def publish(self) -> None:
+        """The entry is visible: the hand-off's terminal is `published`.
+
+        Raises:
+            LocalProtocolError: a condition of rule 1 does not hold.
+        """
+        self._check(HandoffEvent.PUBLISH)
+        if not self.publishable:
+            raise LocalProtocolError(
+                f"{self._name}: publish with {self.in_flight} imports in flight, "
+                f"final {self.final}, missing {self._landed.first_missing()}"
+            )
+        self.outcome = Outcome.PUBLISHED
+        self._step(HandoffEvent.PUBLISH)
+
+    def end(self, outcome: Outcome) -> bool:
+        """Begin nothing more; returns whether this decided the terminal."""
+        self._check(HandoffEvent.END)
+        decided = self.outcome is None
+        if decided:
+            self.outcome = outcome
+        self._queue.clear()
+        self._queued_nbytes = 0
+        self._step(HandoffEvent.END)
+        self._settle()
+        return decided
+
+    def _settle(self) -> None:
+        if self.state is HandoffState.STREAMING and self.final and self._claimed.complete:
+            self._step(HandoffEvent.SEAL)
+        if self.state is HandoffState.DRAINING and not self._flights:
+            self._step(HandoffEvent.QUIET)
+
+    def _enqueue(self, span: Span, digest: int | None, plan: Plan, chunk_nbytes: int) -> None:
+        pieces = [(piece, plan.span_nbytes(piece)) for piece in plan.cut(span, chunk_nbytes)]
+        pieces = [(piece, nbytes) for piece, nbytes in pieces if nbytes]
+        entry = SpanImport(span, digest, len(pieces))
+        for piece, nbytes in pieces:
+            self._queue.append((entry, piece, nbytes))
+            self._queued_nbytes += nbytes
+
+    def _expect_plan(self) -> Plan:
+        if self._plan is None:
+            raise LocalProtocolError(f"{self._name}: no plan before a lease")
+        return self._plan

@@ -1,0 +1,206 @@
+"""One attempt as its source sees it: what may be announced, and in which order.
+
+An attempt goes IDLE, RUNNING, DONE, or by way of CANCELLING when the owner withdraws it. While it
+runs, the engine commits spans: each is checked against the plan and against all earlier ones here,
+in the process that made it, so that an engine's bug raises where it is and never reaches the owner.
+
+Announcing never blocks an engine. At most MAX_PROGRESS messages of an attempt may be unread, which
+the socket is sized for. Spans are therefore held and merged once half of that is used up: the more
+messages were sent, the more spans the next one waits for. The last message is `SourceFinal` or
+`Failed`; then, when the engine has returned, `Released` gives the write token back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import ClassVar
+
+from headrace.coverage import Coverage
+from headrace.errors import Cancelled, LocalProtocolError, RemoteProtocolError
+from headrace.ids import Span
+from headrace.messages import (
+    MAX_PROGRESS,
+    MAX_SPANS,
+    MAX_TEXT,
+    Failed,
+    Prefill,
+    Progress,
+    Released,
+    SourceFinal,
+)
+from headrace.plan import Plan
+from headrace.protocol.machine import Machine
+
+
+class SourceState(Enum):
+    IDLE = auto()
+    RUNNING = auto()
+    CANCELLING = auto()
+    DONE = auto()
+
+
+class SourceEvent(Enum):
+    START = auto()
+    COMMIT = auto()
+    FINAL = auto()
+    FAIL = auto()
+    CANCEL = auto()
+    RETURN = auto()
+
+
+_S, _E = SourceState, SourceEvent
+
+
+class SourceAttempt(Machine[SourceState, SourceEvent]):
+    """The source's half of one attempt."""
+
+    TABLE: ClassVar = {
+        _S.IDLE: {_E.START: _S.RUNNING},
+        _S.RUNNING: {
+            _E.COMMIT: _S.RUNNING,
+            _E.FINAL: _S.RUNNING,
+            _E.FAIL: _S.RUNNING,
+            _E.CANCEL: _S.CANCELLING,
+            _E.RETURN: _S.DONE,
+        },
+        _S.CANCELLING: {_E.CANCEL: _S.CANCELLING, _E.RETURN: _S.DONE},
+        _S.DONE: {_E.CANCEL: _S.DONE},
+    }
+
+    def __init__(self, prefill: Prefill, plan: Plan) -> None:
+        super().__init__(SourceState.IDLE, f"attempt {prefill.attempt}")
+        self.prefill = prefill
+        self.plan = plan
+        self._coverage = Coverage(plan.windows, plan.num_tokens)
+        self._held: list[Span] = []
+        self._digests: list[int] = []
+        self._begun_ns = 0
+        self._num_sent = 0
+        self._ended = False
+
+    def start(self, now_ns: int) -> None:
+        """The engine begins to compute."""
+        self._check(SourceEvent.START)
+        self._begun_ns = now_ns
+        self._prefill_begun_ns = now_ns
+        self._step(SourceEvent.START)
+
+    def cancel(self) -> None:
+        """The owner withdrew the attempt; a cancel that comes late changes nothing."""
+        self._check(SourceEvent.CANCEL)
+        self._held.clear()
+        self._digests.clear()
+        self._step(SourceEvent.CANCEL)
+
+    def check_running(self) -> None:
+        """What every sink call begins with.
+
+        Raises:
+            Cancelled: the owner withdrew the attempt.
+            LocalProtocolError: the attempt has not started, has given its final, or is over.
+        """
+        if self.state is SourceState.CANCELLING:
+            raise Cancelled(f"{self._name} was cancelled")
+        self._check(SourceEvent.COMMIT)
+        if self._ended:
+            raise LocalProtocolError(f"{self._name}: the final was given already")
+
+    def commit(self, spans: Sequence[Span], digests: Sequence[int], now_ns: int) -> list[Progress]:
+        """The cells of `spans` lie in the slot; returns what to send now, perhaps nothing yet.
+
+        Raises:
+            Cancelled: the attempt was cancelled.
+            LocalProtocolError: a cell twice or outside the plan, or too many spans.
+        """
+        self.check_running()
+        if digests and len(digests) != len(spans):
+            raise LocalProtocolError(f"{len(spans)} spans with {len(digests)} digests")
+        if len(self._held) + len(spans) > MAX_SPANS * max(1, MAX_PROGRESS - 1 - self._num_sent):
+            raise LocalProtocolError(
+                f"{self._name}: more spans than {MAX_PROGRESS} messages of {MAX_SPANS} can carry; "
+                "use larger layer groups or chunks"
+            )
+        try:
+            self._coverage.add(spans)
+        except RemoteProtocolError as exc:
+            raise LocalProtocolError(f"{self._name}: the engine committed {exc}") from exc
+        self._step(SourceEvent.COMMIT)
+        self._held += spans
+        self._digests += digests
+        if len(self._held) < self._spans_to_wait_for():
+            return []
+        return self._flush(now_ns)
+
+    def final(self, token: int | None, ready_ns: int, now_ns: int) -> list[Progress | SourceFinal]:
+        """The source-final input is there; returns what to send, held spans first.
+
+        Raises:
+            Cancelled: the attempt was cancelled.
+            LocalProtocolError: cells are missing, or the final was given before.
+        """
+        self.check_running()
+        missing = self._coverage.first_missing()
+        if missing is not None:
+            raise LocalProtocolError(f"{self._name}: final, but {missing} is missing")
+        out: list[Progress | SourceFinal] = list(self._flush(now_ns))
+        out.append(
+            SourceFinal(
+                self.prefill.attempt,
+                self.prefill.slot,
+                self.prefill.generation,
+                "logits" if token is None else "token",
+                token or 0,
+                self._prefill_begun_ns,
+                ready_ns,
+            )
+        )
+        self._ended = True
+        self._step(SourceEvent.FINAL)
+        return out
+
+    def fail(self, reason: str) -> list[Failed]:
+        """The engine raised; returns what to send. Nothing after a final or a cancel."""
+        if self._ended or self.state is SourceState.CANCELLING:
+            return []
+        self._check(SourceEvent.FAIL)
+        self._ended = True
+        self._held.clear()
+        self._digests.clear()
+        self._step(SourceEvent.FAIL)
+        prefill = self.prefill
+        return [Failed(prefill.attempt, prefill.slot, prefill.generation, reason[:MAX_TEXT])]
+
+    def returned(self) -> Released:
+        """The engine returned and can write no more; returns the attempt's last message."""
+        self._check(SourceEvent.RETURN)
+        self._step(SourceEvent.RETURN)
+        return Released(self.prefill.attempt, self.prefill.slot, self.prefill.generation)
+
+    def _spans_to_wait_for(self) -> int:
+        half = MAX_PROGRESS // 2
+        if self._num_sent < half:
+            return 1
+        if self._num_sent < MAX_PROGRESS - 2:
+            return MAX_SPANS
+        return MAX_SPANS * MAX_PROGRESS  # only the final may use the last messages
+
+    def _flush(self, now_ns: int) -> list[Progress]:
+        out = []
+        for at in range(0, len(self._held), MAX_SPANS):
+            out.append(
+                Progress(
+                    self.prefill.attempt,
+                    self.prefill.slot,
+                    self.prefill.generation,
+                    tuple(self._held[at : at + MAX_SPANS]),
+                    tuple(self._digests[at : at + MAX_SPANS]),
+                    self._begun_ns,
+                    now_ns,
+                )
+            )
+        self._held.clear()
+        self._digests.clear()
+        self._num_sent += len(out)
+        self._begun_ns = now_ns
+        return out
