@@ -60,8 +60,7 @@ class Channel(Generic[Out, In]):
                 f"a channel needs an AF_UNIX SOCK_SEQPACKET socket, got {sock}"
             )
         sock.setblocking(False)
-        # An end that came by exec is inheritable; a grandchild holding it would hide this process's
-        # death.
+        # An end that came by exec is inheritable, and a grandchild holding it would hide our death.
         sock.set_inheritable(False)
         self._sock: socket.socket | None = sock
         self._encode = encode
@@ -85,15 +84,13 @@ class Channel(Generic[Out, In]):
         except (BrokenPipeError, ConnectionResetError) as error:
             raise PeerDied("the peer closed its end of the channel") from error
         except OSError as error:
-            # What is left is ours: a descriptor that is not open, or a packet above the socket's
-            # buffer.
+            # What is left is ours: a descriptor that is not open, or a buffer below one packet.
             raise LocalProtocolError(
                 f"cannot send {len(payload)} bytes with descriptors {list(fds)}: {error.strerror}"
             ) from error
 
     def receive(self) -> tuple[In, list[int]]:
-        """Take the next message and its descriptors, which are the caller's to close
-        (close-on-exec).
+        """Take the next message and its descriptors (close-on-exec), which are the caller's to close.
 
         Raises: WouldBlock when nothing is there; PeerDied at the end of the stream, after every
         message sent before it; RemoteProtocolError for a message that is empty, truncated, over
@@ -111,10 +108,9 @@ class Channel(Generic[Out, In]):
             raise
 
     def wait_readable(self, timeout_s: float) -> bool:
-        """Wait until `receive` has a message or the peer's end to report; False after `timeout_s`
-        seconds.
+        """Wait up to `timeout_s` seconds (negative: none) until `receive` will not block.
 
-        A negative time left is none left. Raises: Closed.
+        Raises: Closed.
         """
         return _poll(self._open_socket(), select.POLLIN, timeout_s)
 

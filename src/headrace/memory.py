@@ -292,7 +292,7 @@ def _cgroup_headrooms() -> list[int]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # A container may be told a host's path that it has no directory for: such levels are skipped.
+        # A container may be told a host's path that it has no directory for: skip those levels.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         levels = [root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
         found.extend(_headroom(level, *names) for level in levels if (level / names[0]).exists())

@@ -1,10 +1,11 @@
 """The fingerprint of a model directory: do source and decoder hold the same weights?
 
-Both sides publish it in their manifests, and a pairing with two different fingerprints is refused. It covers the
-configuration and every tensor's name, dtype and shape, and samples of every tensor's bytes, so that two finetunes of
-one model differ while a directory of several gigabytes still takes well under a second. It does not cover what changes
-between two copies of the same model: the file names and the order of shards, the dtype an engine loads with, the
-library version that wrote the files. It finds mistakes; it is no defence against a directory made to collide.
+Both sides publish it in their manifests, and a pairing with two different fingerprints is refused.
+It covers the configuration and every tensor's name, dtype and shape, and samples of every tensor's
+bytes, so that two finetunes of one model differ while a directory of several gigabytes still takes
+well under a second. It does not cover what changes between two copies of the same model: the file
+names and the order of shards, the dtype an engine loads with, the library version that wrote the
+files. It finds mistakes; it is no defence against a directory made to collide.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _ITEM_NBYTES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: bytes `[start, end)` of `file`, counted from the beginning of the file."""
+    """Where one tensor lies: bytes `[start, end)` of `file`, counted from the file's beginning."""
 
     name: str
     dtype: str
@@ -95,7 +96,7 @@ def tensor_entries(directory: Path) -> list[TensorEntry]:
             other = by_name.setdefault(entry.name, entry)
             if other is not entry:
                 raise Refused(
-                    f"tensor {entry.name!r} is in both {other.file.name} and {file.name} of {directory}: "
+                    f"{directory}: tensor {entry.name!r} is in both {other.file.name} and {file.name}: "
                     "remove the weights that do not belong to the model",
                     field="model",
                 )
@@ -153,7 +154,7 @@ def _entry(
 
 
 def _sampled(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges to hash: first block, evenly spaced inner blocks, last block; all of a small tensor."""
+    """Yield the ranges to hash: first, evenly spaced and last block, or all of a small tensor."""
     nbytes = end - start
     if nbytes <= BLOCK_NBYTES * (INNER_BLOCKS + 2):
         yield start, end

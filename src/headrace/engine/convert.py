@@ -1,12 +1,13 @@
 """GGUF file -> directory of `config.json`, tokenizer and fp32 safetensors, once.
 
-Reading a GGUF file costs tens of seconds each time, because its token lists are parsed in Python; the directory made
-here loads in well under one. The weights are stored as fp32, what the quantised blocks decode to exactly, so nothing is
-rounded twice.
+Reading a GGUF file costs tens of seconds each time, because its token lists are parsed in Python;
+the directory made here loads in well under one. The weights are stored as fp32, what the quantised
+blocks decode to exactly, so nothing is rounded twice.
 
-The conversion runs in a child process (`python -m headrace.engine.convert GGUF DIRECTORY`): it needs several gigabytes
-for a moment, and only the end of a process gives those back. The child reports on its standard output, one JSON object
-a line; whatever libraries print goes to the log that the caller names. It never uses the network.
+The conversion runs in a child process (`python -m headrace.engine.convert GGUF DIRECTORY`): it
+needs several gigabytes for a moment, and only the end of a process gives those back. The child
+reports on its standard output, one JSON object a line; whatever libraries print goes to the log
+that the caller names. It never uses the network.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ CONVERTER_VERSION = 1  # raised whenever the same GGUF file would give another d
 _PACKAGES = ("torch", "transformers", "gguf", "tokenizers", "safetensors")
 _STEPS = 4
 
-# Vocabularies whose merges were learned with every digit on its own. llama.cpp splits these before anything else;
-# the tokenizer rebuilt from a GGUF file lacks that step and then disagrees on some runs of blanks and digits.
+# Vocabularies whose merges were learned with every digit on its own. llama.cpp splits these before
+# anything else; the tokenizer rebuilt from a GGUF file lacks that step and then disagrees on some
+# runs of blanks and digits.
 _DIGITS_APART = frozenset(
     {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 )
@@ -56,14 +58,17 @@ def convert_gguf(
     log_path: Path | None = None,
     pass_fds: tuple[int, ...] = (),
 ) -> None:
-    """Convert a GGUF file into `target_dir` in a child process; until this returns the directory is unfinished.
+    """Convert a GGUF file into the new directory `target_dir`, in a child process.
 
-    `progress` is called with `("convert", steps done, steps in all)`. The child inherits `pass_fds`, so a lock held
-    through one of them outlives a caller that is killed for as long as the child still writes.
+    Until this returns the directory is unfinished.
+    `progress` is called with `("convert", steps done, steps in all)`. The child inherits
+    `pass_fds`, so a lock held through one of them outlives a caller that is killed for as long as
+    the child still writes.
 
     Raises:
         Refused: the file cannot be converted, or a package is missing; the text says what to do.
-        HeadraceError: the child failed otherwise; the text ends with its last words and names the log.
+        HeadraceError: the child failed otherwise; the text ends with its last words and names the
+        log.
     """
     require_packages()
     log_path = log_path or target_dir.with_name(target_dir.name + ".log")
@@ -142,7 +147,8 @@ def last_line(log_path: Path) -> str:
 
 def main(argv: list[str]) -> int:
     """Entry of the child process: convert `argv[0]` into the new directory `argv[1]`."""
-    # Libraries print to descriptor 1; from here on that is the log, and only reports go to the caller.
+    # Libraries print to descriptor 1; from here on that is the log, and only reports go to the
+    # caller.
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -216,8 +222,8 @@ def _read_config(gguf_path: Path, architecture: str) -> Any:
         config = AutoConfig.from_pretrained(str(gguf_path.parent), gguf_file=gguf_path.name)
     except ValueError as exc:
         raise Refused(
-            f"{gguf_path} cannot be converted: the installed transformers does not read GGUF files of "
-            f"architecture {architecture!r} ({exc})",
+            f"{gguf_path} cannot be converted: the installed transformers reads no GGUF files "
+            f"of architecture {architecture!r} ({exc})",
             field="model",
         ) from exc
     # Left in place it marks the model as quantised, and saving a quantised GGUF model is refused.
@@ -227,10 +233,10 @@ def _read_config(gguf_path: Path, architecture: str) -> Any:
 
 
 def _read_model(gguf_path: Path, config: Any) -> Any:
-    """Build the model on the meta device and give it the decoded tensors, so that no weight exists twice.
+    """Build the model on the meta device and give it the decoded tensors: no weight exists twice.
 
-    `AutoModelForCausalLM.from_pretrained(gguf_file=...)` would do, but asks for one more package, parses the file
-    twice as often and returns a model that refuses to be saved.
+    `AutoModelForCausalLM.from_pretrained(gguf_file=...)` would do, but asks for one more package,
+    parses the file twice as often and returns a model that refuses to be saved.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -256,7 +262,7 @@ def _read_model(gguf_path: Path, config: Any) -> Any:
 
 
 class _UnknownType(Exception):
-    """A value type that the format does not define: the rest of the file cannot be stepped through."""
+    """A value type outside the format: the rest of the file cannot be stepped through."""
 
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}

