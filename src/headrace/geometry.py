@@ -106,8 +106,9 @@ class Manifest(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     """The immutable facts of one side, published at the handshake.
 
     model: fingerprint of the weights and config, independent of the dtype they are loaded in.
-    layouts, emits, digests: what a source can do (a source writes in `layouts[0]`), or a decoder
-    accepts. first: whether the source ends with a row of logits or can give a token id only.
+    layouts, emits, digests: what a source can do, or a decoder accepts. A source writes in
+    `layouts[0]`; one without `emits` gives whole results only.
+    first: whether the source ends with a row of logits or can give a token id only.
     max_positions: the longest prompt, in tokens, that this side can hold.
     """
 
@@ -145,7 +146,7 @@ def agree(source: Manifest, decoder: Manifest) -> Layout:
         _agree_layer(theirs[layer.name], layer)
     for field in ("vocab_size", "logits_dtype", "model"):
         _same(field, getattr(source, field), getattr(decoder, field))
-    if not set(source.emits) & set(decoder.emits):
+    if source.emits and not set(source.emits) & set(decoder.emits):
         raise Refused(
             f"emits: source {source.emits}, decoder accepts {decoder.emits}", field="emits"
         )

@@ -1,0 +1,75 @@
+"""Which engine or decoder a name stands for: a closed list, or any importable `module:factory`.
+
+Only the module that is asked for is imported, so that a vendor's SDK is never touched by a process
+that does not use it. A factory takes one mapping of options and returns the engine or decoder.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, Final, cast
+
+from headrace.backends.base import Decoder, PrefillEngine
+from headrace.backends.legacy import LegacyEngine
+from headrace.errors import BackendUnavailable, Refused
+
+SOURCES: Final[dict[str, str]] = {
+    "torch": "headrace.backends.torch:open",
+    "replay": "headrace.backends.replay:open",
+}
+DECODERS: Final[dict[str, str]] = {
+    "cpu": "headrace.backends.cpu:open",
+    "null": "headrace.backends.null:open",
+}
+
+
+def open_source(name: str, options: Mapping[str, Any]) -> PrefillEngine:
+    """The prefill engine called `name`, or made by the factory `module:factory`.
+
+    An engine that has only `prefill(tokens)` is wrapped and serves the whole route.
+
+    Raises:
+        Refused: no such name, or nothing importable there.
+        BackendUnavailable: it needs a package that is not installed here.
+    """
+    engine = _factory("source", name, SOURCES)(options)
+    if hasattr(engine, "prefill") and not hasattr(engine, "prefill_stream"):
+        return LegacyEngine(engine)
+    return cast(PrefillEngine, engine)
+
+
+def open_decoder(name: str, options: Mapping[str, Any]) -> Decoder:
+    """The decoder called `name`, or made by the factory `module:factory`; raises as above."""
+    return cast(Decoder, _factory("decoder", name, DECODERS)(options))
+
+
+def check_name(role: str, name: str) -> None:
+    """Refuse a name that is neither listed for `role` nor of the form `module:factory`."""
+    known = SOURCES if role == "source" else DECODERS
+    if name not in known and ":" not in name:
+        raise Refused(
+            f"unknown {role} {name!r}; known are {', '.join(known)}, or give module:factory",
+            field=role,
+        )
+
+
+def _factory(role: str, name: str, known: Mapping[str, str]) -> Callable[[Mapping[str, Any]], Any]:
+    check_name(role, name)
+    module_name, _, attribute = known.get(name, name).partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as exc:
+        if name in known:
+            raise BackendUnavailable(
+                name,
+                "sdk_missing",
+                f"import {module_name}",
+                str(exc),
+                "Install headrace[cpu] into the environment that runs it",
+            ) from exc
+        raise Refused(f"{role} {name!r}: cannot import it: {exc}", field=role) from exc
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise Refused(f"{role} {name!r}: {module_name} has no factory {attribute!r}", field=role)
+    return cast(Callable[[Mapping[str, Any]], Any], factory)

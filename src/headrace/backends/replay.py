@@ -1,0 +1,153 @@
+"""A source without a model: deterministic bytes of any geometry, at a set pace.
+
+Tests and benchmarks use it to drive the real hand-off. The bytes of a cell depend on the prompt,
+the layer, the part, the head and the position, however they are cut, so that a cell in the wrong
+place or of another prompt is seen. Needs the standard library and msgspec only.
+
+The pace is a compute time per layer, spent before the layer's cells are written: figures made with
+it are called "paced", never "measured on" a device.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from headrace.backends.base import Cells, PrefillSink
+from headrace.backends.options import read_options
+from headrace.errors import Refused
+from headrace.geometry import ITEMSIZE, Full, Kind, Layer, Layout, Manifest, Part, Sliding
+from headrace.ids import Span
+
+_NOISE_NBYTES = 1_048_573  # a prime, so that rows of any size fall on different places
+
+
+class ReplayOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """The geometry to imitate, and how fast.
+
+    window: 0 for full attention in every layer, else sliding layers of this window except every
+    `full_every`-th. layer_ms: host time spent per layer and prefill chunk. fail_at_layer: raise
+    before this layer, for tests of failing engines; -1 never.
+    """
+
+    layers: int = 8
+    heads: int = 8
+    head_dim: int = 128
+    dtype: str = "float16"
+    window: int = 0
+    full_every: int = 6
+    layout: Layout = "head_major"
+    vocab_size: int = 32
+    max_positions: int = 1 << 20
+    layer_ms: float = 0.0
+    fail_at_layer: int = -1
+    model: str = "replay"
+
+
+def open(options: Mapping[str, Any]) -> ReplayEngine:
+    """The factory that `--source replay` names; options as in `ReplayOptions`."""
+    return ReplayEngine(read_options(options, ReplayOptions, "replay"))
+
+
+class ReplayEngine:
+    """Emits the same bytes for the same prompt and geometry, on every route."""
+
+    def __init__(self, options: ReplayOptions) -> None:
+        if options.dtype not in ITEMSIZE:
+            raise Refused(f"replay: unknown dtype {options.dtype!r}", field="dtype")
+        self._options = options
+        self._noise = memoryview(random.Random(0).randbytes(_NOISE_NBYTES))
+
+    def manifest(self) -> Manifest:
+        """The geometry that the options describe; it can emit every position of every layer."""
+        options = self._options
+        parts = tuple(Part(n, options.heads, options.head_dim, options.dtype) for n in ("k", "v"))
+        return Manifest(
+            role="source",
+            model=options.model,
+            layers=tuple(
+                Layer(index, f"layers.{index}", self._kind(index), parts)
+                for index in range(options.layers)
+            ),
+            layouts=(options.layout,),
+            vocab_size=options.vocab_size,
+            logits_dtype="float32",
+            max_positions=options.max_positions,
+        )
+
+    def prefill_stream(self, tokens: Sequence[int], sink: PrefillSink, start: int = 0) -> None:
+        """Spend the time of each layer, then write and announce, as the route asks."""
+        seed = zlib.crc32(array("I", tokens).tobytes())
+        options, stop = sink.options, len(tokens)
+        step = options.prefill_chunk or stop
+        chunks = [(at, min(at + step, stop)) for at in range(start, stop, step)]
+        for begun, ended in chunks:
+            share = (ended - begun) / stop
+            if options.route == "streamed":
+                for group in sink.plan.layer_groups(options.group_layers, options.emission):
+                    self._compute(group, share)
+                    self._emit(sink, group, begun, ended, options.chunk, seed)
+            else:
+                self._compute([range(len(sink.plan.layers))], share)
+            if options.route == "chunked":
+                everything = [range(len(sink.plan.layers))]
+                self._emit(sink, everything, begun, ended, options.chunk, seed)
+        ready_ns = time.monotonic_ns()
+        if options.route == "whole":
+            self._emit(sink, [range(len(sink.plan.layers))], start, stop, 0, seed)
+        sink.final(self._logits(seed), ready_ns=ready_ns)
+
+    def close(self) -> None:
+        """Nothing is held beyond memory."""
+
+    def _kind(self, index: int) -> Kind:
+        options = self._options
+        if not options.window or (index + 1) % options.full_every == 0:
+            return Full()
+        return Sliding(options.window, options.max_positions)
+
+    def _compute(self, group: Sequence[range], share: float) -> None:
+        for layer in (layer for run in group for layer in run):
+            if layer == self._options.fail_at_layer:
+                raise RuntimeError(f"replay was told to fail at layer {layer}")
+            if self._options.layer_ms:
+                time.sleep(self._options.layer_ms * share / 1000)
+
+    def _emit(
+        self,
+        sink: PrefillSink,
+        group: Sequence[range],
+        start: int,
+        stop: int,
+        chunk: int,
+        seed: int,
+    ) -> None:
+        step = chunk or stop - start
+        for at in range(start, stop, step):
+            spans = [Span(run.start, run.stop, at, min(at + step, stop)) for run in group]
+            with sink.write(*spans) as writer:
+                for layer in (layer for run in group for layer in run):
+                    for cells in writer.cells(layer):
+                        self._fill(cells, seed)
+
+    def _fill(self, cells: Cells, seed: int) -> None:
+        """Each row is a stretch of one long noise, begun where only this row and prompt begin."""
+        rows = cells.rows()
+        nbytes_per_position = cells.region.row_nbytes // (cells.stop - cells.start)
+        for number, row in enumerate(rows):
+            key = seed + cells.layer * 7919 + cells.part * 104_729 + number * 1_299_709
+            at, noise_at = 0, (key + cells.start * nbytes_per_position) % _NOISE_NBYTES
+            while at < len(row):
+                take = min(len(row) - at, _NOISE_NBYTES - noise_at)
+                row[at : at + take] = self._noise[noise_at : noise_at + take]
+                at, noise_at = at + take, 0
+
+    def _logits(self, seed: int) -> bytes:
+        rng = random.Random(seed)
+        return array("f", [rng.random() for _ in range(self._options.vocab_size)]).tobytes()

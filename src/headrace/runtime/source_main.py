@@ -1,0 +1,165 @@
+"""The source process: one engine, one slab, one channel to its owner, one thread.
+
+Started as `INTERPRETER -m headrace.runtime.source_main --channel FD --engine NAME --options JSON`.
+Needs msgspec and the engine's own packages only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+import time
+import traceback
+from array import array
+from typing import Any
+
+import msgspec
+
+from headrace.backends.base import PrefillEngine
+from headrace.backends.load import open_source
+from headrace.channel import Channel
+from headrace.errors import Cancelled, HeadraceError, PeerDied, Refused, WouldBlock
+from headrace.geometry import agree
+from headrace.memory import Slab
+from headrace.messages import (
+    MAX_TEXT,
+    Attached,
+    Cancel,
+    FromSource,
+    Hello,
+    Incompatible,
+    Prefill,
+    Ready,
+    Shutdown,
+    ToSource,
+    decode_to_source,
+    encode,
+)
+from headrace.plan import TOKEN_NBYTES, Plan, compile_plan
+from headrace.process import die_with_parent
+from headrace.protocol.source import SourceAttempt
+from headrace.runtime.sink import SlotSink
+
+_log = logging.getLogger("headrace.source")
+
+SourceChannel = Channel[FromSource, ToSource]
+
+
+class SourceProcess:
+    """Serves prefills, one at a time, until its owner is gone or says so."""
+
+    def __init__(self, channel: SourceChannel, engine: PrefillEngine) -> None:
+        self._channel = channel
+        self._engine = engine
+        self._shutdown = False
+        self._attempt: SourceAttempt | None = None
+
+    def serve(self) -> None:
+        """Shake hands, then serve; returns at `Shutdown`. Raises PeerDied if the owner is gone."""
+        manifest = self._engine.manifest()
+        self._channel.send(Ready(manifest))
+        hello, descriptors = self._next()
+        if isinstance(hello, Shutdown):
+            return
+        if not isinstance(hello, Hello) or len(descriptors) != 1:
+            raise Refused("the owner did not begin with a hello and one descriptor")
+        layout = agree(manifest, hello.decoder)
+        slab = Slab.attach(descriptors[0], hello.num_slots * hello.slot_nbytes)
+        try:
+            self._channel.send(Attached(hello.epoch))
+            while not self._shutdown:
+                message, _ = self._next()
+                if isinstance(message, Prefill):
+                    plan = compile_plan(hello.decoder, layout, message.num_tokens, hello.context)
+                    begin = message.slot * hello.slot_nbytes
+                    self._prefill(message, plan, slab.view[begin : begin + hello.slot_nbytes])
+                elif isinstance(message, Shutdown):
+                    self._shutdown = True
+        finally:
+            slab.close()
+
+    def _prefill(self, prefill: Prefill, plan: Plan, slot: memoryview) -> None:
+        attempt = self._attempt = SourceAttempt(prefill, plan)
+        sink = SlotSink(attempt, slot, self._channel.send, self._poll)
+        prompt = slot[plan.slot.prompt_offset :][: TOKEN_NBYTES * plan.num_tokens]
+        tokens = array("I", prompt.tobytes())
+        attempt.start(time.monotonic_ns())
+        try:
+            self._engine.prefill_stream(tokens, sink)
+            for message in attempt.fail("the engine returned without its final"):
+                self._channel.send(message)
+        except Cancelled:
+            _log.debug("attempt %s cancelled", prefill.attempt)
+        except (PeerDied, WouldBlock):
+            raise
+        except Exception as exc:  # whatever an engine raises fails its attempt, not the process
+            _log.debug("attempt %s failed", prefill.attempt, exc_info=True)
+            for message in attempt.fail(f"{type(exc).__name__}: {exc}"):
+                self._channel.send(message)
+        self._attempt = None
+        self._channel.send(attempt.returned())
+
+    def _poll(self) -> None:
+        """Take in what came while an engine runs: a cancel of its attempt, or the end."""
+        while True:
+            try:
+                message, _ = self._channel.receive()
+            except WouldBlock:
+                return
+            if isinstance(message, Shutdown):
+                self._shutdown = True
+            attempt = self._attempt
+            withdrawn = isinstance(message, Cancel) and (
+                attempt is not None and message.attempt == attempt.prefill.attempt
+            )
+            if attempt is not None and (withdrawn or self._shutdown):
+                attempt.cancel()
+
+    def _next(self) -> tuple[ToSource, list[int]]:
+        while True:
+            try:
+                return self._channel.receive()
+            except WouldBlock:
+                self._channel.wait_readable(3600.0)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 orderly, 1 refused or failed; the reason was told to the owner."""
+    die_with_parent()
+    parser = argparse.ArgumentParser(prog="headrace.runtime.source_main")
+    parser.add_argument("--channel", type=int, required=True)
+    parser.add_argument("--engine", required=True)
+    parser.add_argument("--options", default="{}")
+    parser.add_argument("--log-level", default="WARNING")
+    parsed = parser.parse_args(arguments)
+    logging.basicConfig(level=parsed.log_level.upper(), format="%(name)s: %(message)s")
+    sock = socket.socket(fileno=parsed.channel)
+    os.set_inheritable(sock.fileno(), False)
+    with Channel(sock, encode, decode_to_source) as channel:
+        try:
+            return _serve(channel, parsed.engine, msgspec.json.decode(parsed.options))
+        except PeerDied:
+            return 0  # the owner is gone, and with it the reason to live
+        except HeadraceError as exc:
+            field = exc.field if isinstance(exc, Refused) else type(exc).__name__
+            channel.send(Incompatible(field[:MAX_TEXT], str(exc)[:MAX_TEXT]))
+        except Exception as exc:
+            traceback.print_exc()
+            channel.send(Incompatible("engine", f"{type(exc).__name__}: {exc}"[:MAX_TEXT]))
+    return 1
+
+
+def _serve(channel: SourceChannel, name: str, options: dict[str, Any]) -> int:
+    engine = open_source(name, options)
+    try:
+        SourceProcess(channel, engine).serve()
+    finally:
+        engine.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
