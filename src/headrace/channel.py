@@ -33,6 +33,7 @@ MAX_QUEUED_NBYTES = 256 << 20
 
 # What the kernel charges per packet beside its bytes; only a first guess, as the pair is tried out.
 _PACKET_OVERHEAD_NBYTES = 1024
+_MIN_BUFFER_NBYTES = 8192  # above the kernel's floor, so that a doubled wish is a doubled grant
 _SO_SNDBUFFORCE = 32  # not named by the socket module
 _MAX_BUFFER_NBYTES = (1 << 30) - 1  # the kernel doubles it into a C int
 _FDS_NBYTES = array.array("i").itemsize * MAX_FDS
@@ -90,7 +91,7 @@ class Channel(Generic[Out, In]):
             ) from error
 
     def receive(self) -> tuple[In, list[int]]:
-        """Take the next message and its descriptors (close-on-exec), which are the caller's to close.
+        """Take the next message and its descriptors (close-on-exec), now the caller's.
 
         Raises: WouldBlock when nothing is there; PeerDied at the end of the stream, after every
         message sent before it; RemoteProtocolError for a message that is empty, truncated, over
@@ -211,7 +212,7 @@ def socket_pair(messages: int, message_nbytes: int) -> tuple[socket.socket, sock
             f"cannot queue {messages} messages of {message_nbytes} bytes: at least one message of "
             f"1 to {MAX_MESSAGE_NBYTES} bytes"
         )
-    wanted = messages * (message_nbytes + _PACKET_OVERHEAD_NBYTES)
+    wanted = max(_MIN_BUFFER_NBYTES, messages * (message_nbytes + _PACKET_OVERHEAD_NBYTES))
     if wanted > MAX_QUEUED_NBYTES:
         raise Refused(
             f"{messages} messages of {message_nbytes} bytes need about {wanted} bytes of socket "

@@ -50,9 +50,9 @@ class Slab:
     """One shared mapping of `nbytes` bytes: `create` it in the owner, `attach` it in the source.
 
     Build tensors over it as `torch.from_numpy(np.frombuffer(slab.view[a:b], dtype=...))`: that
-    chain exports buffers, so even an explicit `release()` of a view in between is refused instead
-    of leaving the tensor without memory. Never use `torch.frombuffer` or `np.ndarray(buffer=...)`
-    on a view, which export nothing.
+    chain holds a buffer of its own, so that neither `close` nor the `release()` of a view takes its
+    memory away. Never use `torch.frombuffer` or `np.ndarray(buffer=...)`: they hold the view object
+    alone, whose `release()` may unmap what they read.
     """
 
     def __init__(self, mapping: mmap.mmap, nbytes: int, fd: int | None) -> None:

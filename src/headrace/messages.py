@@ -278,6 +278,14 @@ _to_owner = msgspec.msgpack.Decoder(ToOwner)
 _from_owner = msgspec.msgpack.Decoder(FromOwner)
 
 
+def travelling_text(text: str) -> str:
+    """`text` as a message can carry it: at most MAX_TEXT characters, each of them encodable.
+
+    An exception's text may hold lone surrogates (`os.fsdecode`), which no UTF-8 string has.
+    """
+    return text[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8")
+
+
 def encode(message: Message) -> bytes:
     """The bytes of a message."""
     return _encoder.encode(message)

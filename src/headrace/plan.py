@@ -221,7 +221,12 @@ class Plan:
         `layers`: runs of `size` consecutive layers. `cache_groups`: `size` layers of one cache
         geometry, which need not be neighbours. Each group is given as runs of layers; groups
         without cells are left out.
+
+        Raises:
+            Refused: `size` is below one.
         """
+        if size < 1:
+            raise Refused(f"a layer group of {size} layers; use at least 1", field="group_layers")
         if emission == "layers":
             count = len(self.layers)
             members = [list(range(at, min(at + size, count))) for at in range(0, count, size)]

@@ -1,4 +1,4 @@
-"""Channels: whole messages in order, descriptors that never leak, and each answer that is no message."""
+"""Channels: whole messages in order, no descriptor leaked, each answer that is no message."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import array
 import contextlib
 import errno
 import fcntl
-import gc
 import os
+import re
 import select
 import signal
 import socket
@@ -131,17 +131,15 @@ def test_a_descriptor_that_is_not_open_is_our_mistake() -> None:
 def test_a_full_queue_blocks_nobody() -> None:
     with two_ends() as (one, other):
         sent = 0
-        with pytest.raises(WouldBlock, match="no room to queue 1024 bytes"):
+        with contextlib.suppress(WouldBlock):
             while True:
-                one.send("x" * 1024)
+                one.send(f"{sent:1024}")
                 sent += 1
         assert sent >= 16
-        other.receive()
-        while True:
-            try:
-                other.receive()
-            except WouldBlock:
-                break
+        with pytest.raises(WouldBlock, match="no room to queue 1024 bytes"):
+            one.send("x" * 1024)
+        for number in range(sent):
+            assert int(other.receive()[0]) == number
         one.send("again")
         assert other.receive() == ("again", [])
 
@@ -313,9 +311,10 @@ def test_a_closed_channel_says_so() -> None:
 def test_a_channel_dropped_open_warns() -> None:
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     end = Channel(near, encode, decode)
+    ends = [end]
+    del near, end
     with far, pytest.warns(ResourceWarning, match="unclosed <socket"):
-        del near, end
-        gc.collect()
+        ends.clear()
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
@@ -341,22 +340,18 @@ def test_an_end_that_came_by_exec_goes_no_further() -> None:
     ("messages", "nbytes"), [(1, 1), (1, MAX_MESSAGE_NBYTES), (3000, 1), (500, 4096), (64, 33_000)]
 )
 def test_a_pair_queues_what_was_asked_for_each_way(messages: int, nbytes: int) -> None:
-    near, far = socket_pair(messages, nbytes)
+    try:
+        near, far = socket_pair(messages, nbytes)
+    except Refused as refusal:  # an ordinary user under the usual net.core.wmem_max
+        pytest.skip(str(refusal))
     with Channel(near, encode, decode) as one, Channel(far, encode, decode) as other:
         for _ in range(messages):
             one.send("x" * nbytes)
             other.send("x" * nbytes)
 
 
-def without_force(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Be an ordinary user to the socket; returns net.core.wmem_max."""
-    monkeypatch.setattr(channel, "_SO_SNDBUFFORCE", 9999)
-    with open("/proc/sys/net/core/wmem_max") as limit:
-        return int(limit.read())
-
-
 def test_a_pair_needs_no_privilege(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_force(monkeypatch)
+    monkeypatch.setattr(channel, "_SO_SNDBUFFORCE", 9999)
     near, far = socket_pair(16, 1024)
     near.close()
     far.close()
@@ -364,23 +359,23 @@ def test_a_pair_needs_no_privilege(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_low_system_limit_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     before = open_fds()
-    limit = without_force(monkeypatch)
-    messages = 2 * limit // 4096 + 1000
-    with pytest.raises(Refused, match="net.core.wmem_max") as refusal:
-        socket_pair(messages, 4096)
-    assert f"of {messages} messages of 4096 bytes with a buffer of {limit} bytes" in str(
-        refusal.value
+    monkeypatch.setattr(channel, "_SO_SNDBUFFORCE", 9999)
+    with pytest.raises(Refused, match=r"net\.core\.wmem_max") as refusal:
+        socket_pair(50_000, 4096)
+    queued, messages, nbytes, limit, needed, wmem_max = map(
+        int, re.findall(r"\b\d+\b", str(refusal.value))
     )
-    needed = int(str(refusal.value).rpartition("=")[2])
-    assert needed > limit
+    assert (messages, nbytes) == (50_000, 4096)
+    assert 0 < queued < messages
+    assert limit < needed == wmem_max
     assert open_fds() == before
 
 
 def test_a_pair_grows_when_packets_cost_more_than_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "_PACKET_OVERHEAD_NBYTES", 0)
-    near, far = socket_pair(20_000, 1)
+    near, far = socket_pair(150, 1)
     with near, far:
-        assert channel._fill(near, 20_000, b"x") == 20_000
+        assert channel._fill(near, 150, b"x") == 150
 
 
 def test_a_buffer_below_one_packet_queues_none() -> None:

@@ -181,9 +181,7 @@ def test_a_tensor_outlives_close_and_holds_its_views() -> None:
     view = slab.view[PAGE : 2 * PAGE]
     tensor = torch.from_numpy(np.frombuffer(view, dtype=np.float32))
     tensor.fill_(1.5)
-    with pytest.raises(BufferError):
-        view.release()
-    del view
+    view.release()
     slab.close()
     gc.collect()
     assert tensor.sum().item() == 1.5 * PAGE / 4
@@ -216,7 +214,7 @@ def test_create_refuses_more_than_there_is() -> None:
 def test_create_says_when_python_has_no_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     assert not memory.memfd_supported()
-    with pytest.raises(Refused, match="without os.memfd_create"):
+    with pytest.raises(Refused, match=r"without os\.memfd_create"):
         Slab.create(PAGE)
 
 

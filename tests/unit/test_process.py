@@ -183,7 +183,10 @@ def test_the_pidfd_wakes_a_selector_when_the_child_is_killed(nursery: Nursery) -
         assert child.exit_status() == -signal.SIGKILL
 
 
-def test_close_terminates_after_the_grace(nursery: Nursery) -> None:
+def test_close_terminates_after_the_grace(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "TERMINATE_WAIT_S", 30.0)
     child = nursery.spawn()
     child.close(0.01)
     assert child.exit_status() == -signal.SIGTERM

@@ -96,8 +96,8 @@ def tensor_entries(directory: Path) -> list[TensorEntry]:
             other = by_name.setdefault(entry.name, entry)
             if other is not entry:
                 raise Refused(
-                    f"{directory}: tensor {entry.name!r} is in both {other.file.name} and {file.name}: "
-                    "remove the weights that do not belong to the model",
+                    f"{directory} holds tensor {entry.name!r} twice, in {other.file.name} and "
+                    f"{file.name}: remove the weights that do not belong to the model",
                     field="model",
                 )
     return [by_name[name] for name in sorted(by_name)]

@@ -149,17 +149,17 @@ def main(argv: list[str]) -> int:
     """Entry of the child process: convert `argv[0]` into the new directory `argv[1]`."""
     # Libraries print to descriptor 1; from here on that is the log, and only reports go to the
     # caller.
-    reports = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    with os.fdopen(os.dup(1), "w") as reports:
+        os.dup2(2, 1)
 
-    def report(**fields: object) -> None:
-        print(json.dumps(fields), file=reports, flush=True)
+        def report(**fields: object) -> None:
+            print(json.dumps(fields), file=reports, flush=True)
 
-    try:
-        _convert(Path(argv[0]), Path(argv[1]), lambda done: report(done=done, total=_STEPS))
-    except Refused as exc:
-        report(refused=str(exc))
-        return 2
+        try:
+            _convert(Path(argv[0]), Path(argv[1]), lambda done: report(done=done, total=_STEPS))
+        except Refused as exc:
+            report(refused=str(exc))
+            return 2
     return 0
 
 
@@ -219,17 +219,13 @@ def _read_config(gguf_path: Path, architecture: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(str(gguf_path.parent), gguf_file=gguf_path.name)
+        return AutoConfig.from_pretrained(str(gguf_path.parent), gguf_file=gguf_path.name)
     except ValueError as exc:
         raise Refused(
             f"{gguf_path} cannot be converted: the installed transformers reads no GGUF files "
             f"of architecture {architecture!r} ({exc})",
             field="model",
         ) from exc
-    # Left in place it marks the model as quantised, and saving a quantised GGUF model is refused.
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    return config
 
 
 def _read_model(gguf_path: Path, config: Any) -> Any:
@@ -242,7 +238,6 @@ def _read_model(gguf_path: Path, config: Any) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    torch.set_num_threads(1)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     tensors = load_gguf_checkpoint(

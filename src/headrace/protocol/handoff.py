@@ -109,10 +109,12 @@ class Handoff(Machine[HandoffState, HandoffEvent]):
         _S.ENDED: {},
     }
 
-    def __init__(self, attempt: AttemptId, num_tokens: int) -> None:
+    def __init__(self, attempt: AttemptId, num_tokens: int, *, digest: bool = False) -> None:
+        """`digest`: every span must come with one."""
         super().__init__(HandoffState.WAITING, f"hand-off {attempt}")
         self.attempt = attempt
         self.num_tokens = num_tokens
+        self.digest = digest
         self.outcome: Outcome | None = None
         self.has_storage = False
         self.source: SourceId | None = None
@@ -182,7 +184,7 @@ class Handoff(Machine[HandoffState, HandoffEvent]):
         self._check(HandoffEvent.PROGRESS, RemoteProtocolError)
         if self.final:
             raise RemoteProtocolError(f"{self._name}: progress after the final")
-        if digests and len(digests) != len(spans):
+        if (digests or self.digest) and len(digests) != len(spans):
             raise RemoteProtocolError(f"{self._name}: {len(spans)} spans, {len(digests)} digests")
         self._claimed.add(spans)
         plan = self._expect_plan()

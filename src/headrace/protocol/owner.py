@@ -101,8 +101,17 @@ class Owner:
         self._sources[source] = _Source(SlotTable(num_slots), plan_for)
         self._admit(now_ns)
 
-    def submit(self, num_tokens: int, now_ns: int, deadline_ns: int | None = None) -> RequestId:
+    def submit(
+        self,
+        num_tokens: int,
+        now_ns: int,
+        deadline_ns: int | None = None,
+        *,
+        digest: bool = False,
+    ) -> RequestId:
         """A new request; its hand-off waits for storage and slot.
+
+        `digest`: the source is asked to stamp every span, and one without a stamp is malformed.
 
         Raises:
             Refused: it can never fit, or no source is left to prefill it.
@@ -117,7 +126,7 @@ class Owner:
             raise Refused("no prefill source is running", field="source")
         attempt = AttemptId(self.epoch, self._next_request, 1)
         self._next_request += 1
-        handoff = Handoff(attempt, num_tokens)
+        handoff = Handoff(attempt, num_tokens, digest=digest)
         self._requests[attempt.request] = _Request(handoff, deadline_ns)
         self._admission.join(handoff)
         self._admit(now_ns)
@@ -125,7 +134,7 @@ class Owner:
 
     def message(self, source_id: SourceId, message: AttemptMessage, now_ns: int) -> None:
         """A source told something about an attempt."""
-        source = self._sources[source_id]
+        source = self._attached(source_id)
         handoff = self._live(source_id, message.attempt)
         slot = self._leased(source, message)
         if slot is None:
@@ -133,7 +142,7 @@ class Owner:
                 self.dropped["stale"] += 1
             else:
                 text = f"slot {message.slot} generation {message.generation}"
-                self._end(handoff, Outcome.FAILED, f"{text} is not its lease", now_ns)
+                self._protocol_fault(handoff, f"{text} is not its lease", now_ns)
         elif isinstance(message, Released):
             self._released(source, slot, handoff, now_ns)
         elif handoff is None:
@@ -144,7 +153,7 @@ class Owner:
 
     def source_died(self, source_id: SourceId, reason: str, now_ns: int) -> None:
         """The source's process is proven gone: that gives its write tokens back."""
-        source = self._sources[source_id]
+        source = self._attached(source_id)
         source.dead = True
         source.running = None
         for slot in source.slots:
@@ -207,7 +216,7 @@ class Owner:
 
     def published(self, attempt: AttemptId, now_ns: int) -> None:
         """The decoder made the entry visible; the slot is no longer needed."""
-        handoff = self._requests[attempt.request].handoff
+        handoff = self._known(attempt)
         handoff.publish()
         self._slot_of(handoff).end(now_ns)
         self._commands.append(Report(attempt.request, Outcome.PUBLISHED, ""))
@@ -215,17 +224,18 @@ class Owner:
 
     def device_failed(self, attempt: AttemptId, reason: str, now_ns: int) -> None:
         """A reserve or a publish failed: the storage is set apart and the attempt fails."""
-        handoff = self._requests[attempt.request].handoff
+        handoff = self._known(attempt)
         handoff.quarantine_reason = reason
-        self._end(handoff, Outcome.FAILED, reason, now_ns)
+        if handoff.state is not HandoffState.DRAINING:
+            self._end(handoff, Outcome.FAILED, reason, now_ns)
         self._admit(now_ns)
 
     def retire(self, request: RequestId, now_ns: int) -> None:
         """Nobody decodes the published entry any more: its storage can be freed."""
-        handoff = self._requests[request].handoff
-        if handoff.state is not HandoffState.PUBLISHED:
-            raise LocalProtocolError(f"request {request} is {handoff.state.name}, not PUBLISHED")
-        self._end(handoff, Outcome.PUBLISHED, "", now_ns)
+        state = self.state_of(request)
+        if state is not HandoffState.PUBLISHED:
+            raise LocalProtocolError(f"request {request} is {state.name}, not PUBLISHED")
+        self._end(self._requests[request].handoff, Outcome.PUBLISHED, "", now_ns)
         self._admit(now_ns)
 
     def tick(self, now_ns: int) -> None:
@@ -346,15 +356,15 @@ class Owner:
             handoff = self._admission.next_for_slot(
                 num_slots=len(source.slots), num_parked=num_parked
             )
-            if handoff is None:
-                return False
-            self._lease(handoff, source_id, source, now_ns)
-            return True
+            if handoff is not None:
+                self._lease(handoff, source_id, source, now_ns)
+                return True
         return False
 
     def _lease(self, handoff: Handoff, source_id: SourceId, source: _Source, now_ns: int) -> None:
+        plan = source.plan_for(handoff.num_tokens)  # first: it may refuse
         lease = source.slots.lease(handoff.attempt)
-        handoff.take_lease(source_id, lease, source.plan_for(handoff.num_tokens), now_ns)
+        handoff.take_lease(source_id, lease, plan, now_ns)
         source.running = handoff.attempt
         self._commands.append(
             StartPrefill(handoff.attempt, source_id, lease.slot, lease.generation)
@@ -396,6 +406,7 @@ class Owner:
     def _end(self, handoff: Handoff, outcome: Outcome, reason: str, now_ns: int) -> None:
         published = handoff.state is HandoffState.PUBLISHED
         decided = handoff.end(outcome)
+        self._withdraw(Publish, handoff.attempt)
         self._admission.leave(handoff)
         if handoff.lease is not None and not published:
             slot = self._slot_of(handoff)
@@ -417,7 +428,8 @@ class Owner:
                 self._commands.append(Quarantine(handoff.attempt, handoff.quarantine_reason))
             else:
                 self._admission.lanes_free += 1
-                self._commands.append(Free(handoff.attempt))
+                if not self._withdraw(Reserve, handoff.attempt):
+                    self._commands.append(Free(handoff.attempt))
         self._requests.pop(handoff.attempt.request, None)
 
     def _after(self, handoff: Handoff, now_ns: int) -> None:
@@ -455,6 +467,24 @@ class Owner:
 
     def _handoffs(self) -> Iterator[Handoff]:
         return (entry.handoff for entry in self._requests.values())
+
+    def _withdraw(self, kind: type[Publish] | type[Reserve], attempt: AttemptId) -> bool:
+        """Take back a command that was not given out yet, so that an end outruns it."""
+        kept = [c for c in self._commands if not (isinstance(c, kind) and c.attempt == attempt)]
+        withdrawn = len(kept) < len(self._commands)
+        self._commands = kept
+        return withdrawn
+
+    def _attached(self, source_id: SourceId) -> _Source:
+        if source_id not in self._sources:
+            raise LocalProtocolError(f"source {source_id} is not attached")
+        return self._sources[source_id]
+
+    def _known(self, attempt: AttemptId) -> Handoff:
+        entry = self._requests.get(attempt.request)
+        if entry is None or entry.handoff.attempt != attempt:
+            raise LocalProtocolError(f"hand-off {attempt} is unknown or over")
+        return entry.handoff
 
     def _live(self, source_id: SourceId, attempt: AttemptId | None) -> Handoff | None:
         """The undecided hand-off of exactly this attempt at exactly this source."""

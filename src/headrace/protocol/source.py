@@ -22,12 +22,12 @@ from headrace.ids import Span
 from headrace.messages import (
     MAX_PROGRESS,
     MAX_SPANS,
-    MAX_TEXT,
     Failed,
     Prefill,
     Progress,
     Released,
     SourceFinal,
+    travelling_text,
 )
 from headrace.plan import Plan
 from headrace.protocol.machine import Machine
@@ -50,6 +50,8 @@ class SourceEvent(Enum):
 
 
 _S, _E = SourceState, SourceEvent
+
+_CLOSING = 2  # messages of an attempt beside its progress: SourceFinal or Failed, and Released
 
 
 class SourceAttempt(Machine[SourceState, SourceEvent]):
@@ -111,15 +113,20 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
 
         Raises:
             Cancelled: the attempt was cancelled.
-            LocalProtocolError: a cell twice or outside the plan, or too many spans.
+            LocalProtocolError: a cell twice or outside the plan, too many spans, or digests other
+            than the grant asks for.
         """
         self.check_running()
-        if digests and len(digests) != len(spans):
-            raise LocalProtocolError(f"{len(spans)} spans with {len(digests)} digests")
-        if len(self._held) + len(spans) > MAX_SPANS * max(1, MAX_PROGRESS - 1 - self._num_sent):
+        wanted = len(spans) if self.prefill.digest else 0
+        if len(digests) != wanted:
             raise LocalProtocolError(
-                f"{self._name}: more spans than {MAX_PROGRESS} messages of {MAX_SPANS} can carry; "
-                "use larger layer groups or chunks"
+                f"{self._name}: {len(spans)} spans with {len(digests)} digests, expected {wanted}"
+            )
+        room = MAX_PROGRESS - _CLOSING - self._num_sent
+        if len(self._held) + len(spans) > MAX_SPANS * room:
+            raise LocalProtocolError(
+                f"{self._name}: {len(self._held) + len(spans)} spans, more than its last {room} "
+                f"messages of {MAX_SPANS} can carry; use larger layer groups or chunks"
             )
         try:
             self._coverage.add(spans)
@@ -169,7 +176,7 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         self._digests.clear()
         self._step(SourceEvent.FAIL)
         prefill = self.prefill
-        return [Failed(prefill.attempt, prefill.slot, prefill.generation, reason[:MAX_TEXT])]
+        return [Failed(prefill.attempt, prefill.slot, prefill.generation, travelling_text(reason))]
 
     def returned(self) -> Released:
         """The engine returned and can write no more; returns the attempt's last message."""
@@ -181,9 +188,9 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         half = MAX_PROGRESS // 2
         if self._num_sent < half:
             return 1
-        if self._num_sent < MAX_PROGRESS - 2:
+        if self._num_sent < MAX_PROGRESS - _CLOSING - 1:
             return MAX_SPANS
-        return MAX_SPANS * MAX_PROGRESS  # only the final may use the last messages
+        return MAX_SPANS * MAX_PROGRESS  # only the final may use the last one
 
     def _flush(self, now_ns: int) -> list[Progress]:
         out = []

@@ -1,1 +1,1 @@
-"""The only code that does I/O and knows the protocol: processes, channels, slabs and their turns."""
+"""The only code that does I/O and knows the protocol: processes, channels, slabs, turns."""

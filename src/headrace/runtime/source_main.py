@@ -138,7 +138,8 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=parsed.log_level.upper(), format="%(name)s: %(message)s")
     sock = socket.socket(fileno=parsed.channel)
     os.set_inheritable(sock.fileno(), False)
-    with Channel(sock, encode, decode_to_source) as channel:
+    channel: SourceChannel = Channel(sock, encode, decode_to_source)
+    with channel:
         try:
             return _serve(channel, parsed.engine, msgspec.json.decode(parsed.options))
         except PeerDied:

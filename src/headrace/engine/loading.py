@@ -1,0 +1,177 @@
+"""Loading a transformers model from a local directory, and running one forward of it.
+
+What changes a result although the weights are the same (threads, dtype, attention implementation,
+library versions) is fixed here and told as *pairing facts*, which every measurement is stamped
+with.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from headrace.engine.tensors import DTYPES
+from headrace.errors import LocalProtocolError, Refused
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A causal language model ready to run, and the facts that its results depend on.
+
+    module: the transformers model. config: its text decoder's configuration. attention: the
+    implementation in use. cache_argument: what this transformers version calls the cache.
+    """
+
+    module: Any
+    config: Any
+    directory: Path
+    dtype: str
+    device: str
+    threads: int
+    attention: str
+    cache_argument: str
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    @property
+    def max_positions(self) -> int:
+        """The most positions that the model was made for."""
+        return int(self.config.max_position_embeddings)
+
+    def pairing_facts(self, cache_class: str) -> dict[str, str | int]:
+        """What must be the same for two results to be comparable bit by bit."""
+        return {
+            "threads": self.threads,
+            "attention": self.attention,
+            "cache_class": cache_class,
+            "torch": str(torch.__version__),
+            "transformers": str(transformers.__version__),
+            "dtype": self.dtype,
+            "device": self.device,
+        }
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Check that every id is in the vocabulary: the embedding would only say "index error".
+
+        Raises:
+            LocalProtocolError: there is no token, or one is unknown.
+        """
+        if len(tokens) == 0:
+            raise LocalProtocolError("no tokens to compute")
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= self.vocab_size:
+            raise LocalProtocolError(
+                f"token ids in [{low}, {high}], the vocabulary is [0, {self.vocab_size})"
+            )
+
+    def forward(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Run `ids` [1, t] on top of `cache`; returns the last position's float32 logits on the
+        host.
+        """
+        with torch.inference_mode():
+            output = self.module(
+                input_ids=ids, use_cache=True, logits_to_keep=1, **{self.cache_argument: cache}
+            )
+            logits: torch.Tensor = output.logits[0, -1]
+            return logits.to("cpu", torch.float32).contiguous()
+
+
+def load_model(
+    directory: Path,
+    *,
+    dtype: str = "float32",
+    threads: int = 1,
+    attention: str | None = None,
+    device: str = "cpu",
+) -> LoadedModel:
+    """Load the model in `directory` (config.json and safetensors); nothing is downloaded.
+
+    `attention` None takes sdpa where the model has it and eager where it has not. `threads` sets
+    torch's threads for the whole process.
+
+    Raises:
+        Refused: there is no such model, or it cannot be loaded as asked.
+    """
+    if dtype not in DTYPES:
+        raise Refused(f"dtype {dtype!r} is unknown; use one of {sorted(DTYPES)}", field="dtype")
+    if threads < 1:
+        raise Refused(f"threads is {threads}; give at least 1", field="threads")
+    if not (directory / "config.json").is_file():
+        raise Refused(f"{directory} holds no config.json", field="model")
+    torch.set_num_threads(threads)
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=DTYPES[dtype],
+            attn_implementation=attention,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, KeyError) as exc:
+        raise Refused(f"{directory} does not load as a causal model: {exc}", field="model") from exc
+    module.eval().requires_grad_(False).to(device)
+    return LoadedModel(
+        module=module,
+        config=module.config.get_text_config(decoder=True),
+        directory=directory,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        attention=str(module.config._attn_implementation),
+        cache_argument=_cache_argument(module),
+    )
+
+
+def load_config(directory: Path) -> Any:
+    """The text decoder's configuration of the model in `directory`, without its weights.
+
+    Raises:
+        Refused: there is none that this transformers version knows.
+    """
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as exc:
+        raise Refused(f"{directory} has no usable config.json: {exc}", field="model") from exc
+    return config.get_text_config(decoder=True)
+
+
+def model_options(config: Mapping[str, object], extra: Mapping[str, object]) -> dict[str, Any]:
+    """The options of a backend that runs a model, checked and with defaults filled in.
+
+    `extra` names the backend's own options beside the model's and gives their defaults.
+
+    Raises:
+        Refused: the model is missing, or an option is unknown or of the wrong type.
+    """
+    defaults = {"dtype": "float32", "threads": 1, "attn": None, "device": "cpu", **extra}
+    unknown = sorted(set(config) - set(defaults) - {"model"})
+    if unknown:
+        raise Refused(
+            f"unknown option {unknown[0]!r}; known are {sorted({'model', *defaults})}",
+            field=unknown[0],
+        )
+    if not isinstance(config.get("model"), str | Path):
+        raise Refused("the option 'model' must name a model directory", field="model")
+    options = {**defaults, **config}
+    for name in ("threads", *extra):
+        value = options[name]
+        if value is not None and (type(value) is not int or value < 1):
+            raise Refused(f"{name} is {value!r}; give a positive number", field=name)
+    return options
+
+
+def _cache_argument(module: Any) -> str:
+    parameters = inspect.signature(module.forward).parameters
+    for name in ("cache", "past_key_values"):
+        if name in parameters:
+            return name
+    raise Refused(f"{type(module).__name__}.forward takes no cache", field="model")

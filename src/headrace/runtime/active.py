@@ -1,0 +1,168 @@
+"""What the shell keeps of one running request: its storage, its tokens and what was measured."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from headrace.backends.base import Decoder, Entry, Reservation
+from headrace.errors import LocalProtocolError
+from headrace.ids import AttemptId, Span
+from headrace.messages import Failed, Interval, Measured, Progress, Released, SourceFinal
+from headrace.plan import Plan
+from headrace.runtime.requests import Request
+
+if TYPE_CHECKING:
+    from headrace.engine.sampling import Sampler
+
+
+class Active:
+    """One request from its submission until its storage is free again."""
+
+    def __init__(self, attempt: AttemptId, request: Request, tokens: Sequence[int]) -> None:
+        self.attempt = attempt
+        self.request = request
+        self.held: Reservation | Entry | None = None
+        self.plan: Plan | None = None
+        self._prompt = array("I", tokens)
+        self._sampler: Sampler | None = None
+        self._logits = hashlib.blake2b(digest_size=16)
+        self._imports: list[tuple[int, int]] = []  # (fenced at ns, bytes)
+        self._nbytes_imported = 0
+        self._submitted_ns = time.monotonic_ns()
+        self._prefill_begun_ns = 0
+        self._source_final_ns = 0
+        self._published_ns = 0
+        self._first_token_ns = 0
+        self._last_group_ns = 0
+        self._last_group_nbytes = 0
+        self._num_spans = 0
+        self._num_groups = 0
+        self._decode_in_the_way_ns = 0
+
+    @property
+    def the_plan(self) -> Plan:
+        """The plan, which is there once a slot was leased."""
+        if self.plan is None:
+            raise LocalProtocolError(f"attempt {self.attempt} has no plan yet")
+        return self.plan
+
+    @property
+    def reservation(self) -> Reservation:
+        """The storage while it is invisible."""
+        if not isinstance(self.held, Reservation):
+            raise LocalProtocolError(f"attempt {self.attempt} holds {self.held}, no reservation")
+        return self.held
+
+    @property
+    def entry(self) -> Entry:
+        """The storage once it is published."""
+        if not isinstance(self.held, Entry):
+            raise LocalProtocolError(f"attempt {self.attempt} holds {self.held}, no entry")
+        return self.held
+
+    def prompt_bytes(self) -> memoryview:
+        """The prompt as little-endian u32 ids."""
+        return memoryview(self._prompt).cast("B")
+
+    def heard(self, message: Progress | SourceFinal | Failed | Released) -> None:
+        """Note what the source told, for the record only."""
+        if isinstance(message, Progress) and self.plan is not None:
+            nbytes = sum(self.plan.span_nbytes(span) for span in message.spans)
+            self._num_spans += len(message.spans)
+            self._num_groups += 1
+            self._last_group_ns = message.ready_ns
+            self._last_group_nbytes = nbytes
+            if self.request.options.trace:
+                name = ", ".join(map(str, message.spans[:4]))
+                self.request.source_intervals.append(
+                    Interval(name, message.begun_ns, message.ready_ns, nbytes)
+                )
+        elif isinstance(message, SourceFinal):
+            self._prefill_begun_ns = message.begun_ns
+            self._source_final_ns = message.ready_ns
+
+    def imported(self, piece: Span, begun_ns: int, ended_ns: int, nbytes: int) -> None:
+        """An import was fenced."""
+        self._imports.append((ended_ns, nbytes))
+        self._nbytes_imported += nbytes
+        request = self.request
+        if request.options.trace:
+            request.owner_intervals.append(Interval(str(piece), begun_ns, ended_ns, nbytes))
+        if request.on_progress is not None:
+            request.on_progress(piece, self._nbytes_imported, self.the_plan.nbytes)
+
+    def decoded_meanwhile(self, duration_ns: int) -> None:
+        """The owner decoded for others; counts while this request waits to be published."""
+        if self._source_final_ns and not self._published_ns:
+            self._decode_in_the_way_ns += duration_ns
+
+    def published(self, entry: Entry) -> None:
+        """The entry is visible."""
+        self.held = entry
+        self._published_ns = time.monotonic_ns()
+
+    def choose(self, logits: memoryview) -> int:
+        """Sample the next token from a row of float32 logits."""
+        from headrace.engine.sampling import Sampler  # torch or numpy only where tokens are chosen
+
+        if self._sampler is None:
+            self._sampler = Sampler(self.request.options.sampling)
+        if self.request.options.audit:
+            self._logits.update(logits)
+        return int(self._sampler.sample(logits))
+
+    def take(self, token: int) -> bool:
+        """Add a token; True if it was the request's last."""
+        request = self.request
+        if not request.tokens:
+            self._first_token_ns = time.monotonic_ns()
+        request.tokens.append(token)
+        if request.on_token is not None:
+            request.on_token(token)
+        return token in request.options.stop_tokens or (
+            len(request.tokens) >= request.options.max_tokens
+        )
+
+    def audit(self, decoder: Decoder) -> None:
+        """Digest the published cells, layer by layer; call it before the first decode step."""
+        plan = self.the_plan
+        digests = []
+        for layer in range(len(plan.layers)):
+            digest = hashlib.blake2b(digest_size=16)
+            for copy in plan.copies(Span(layer, layer + 1, 0, plan.num_tokens)):
+                digest.update(decoder.read(self.entry, plan.layout, copy))
+            digests.append(digest.hexdigest())
+        self.request.kv_digests = tuple(digests)
+
+    def end(self, outcome: str, reason: str) -> None:
+        """Give the request its one terminal."""
+        request = self.request
+        request.reason = reason
+        if request.options.audit and request.tokens:
+            request.logits_digest = self._logits.hexdigest()
+        if self._published_ns:
+            request.measured = self._measured()
+        request.outcome = outcome
+
+    def _measured(self) -> Measured:
+        final_ns = self._source_final_ns
+        return Measured(
+            submitted_ns=self._submitted_ns,
+            prefill_begun_ns=self._prefill_begun_ns,
+            source_final_ns=final_ns,
+            last_group_ns=self._last_group_ns,
+            published_ns=self._published_ns,
+            first_token_ns=self._first_token_ns,
+            ended_ns=time.monotonic_ns(),
+            kv_nbytes=self.the_plan.nbytes,
+            nbytes_before_final=sum(n for at_ns, n in self._imports if at_ns <= final_ns),
+            last_group_nbytes=self._last_group_nbytes,
+            spans=self._num_spans,
+            groups=self._num_groups,
+            imports=len(self._imports),
+            decode_in_the_way_ns=self._decode_in_the_way_ns,
+        )

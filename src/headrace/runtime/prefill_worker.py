@@ -1,0 +1,235 @@
+"""`SubprocessPrefillWorker`: prefill in another process, with a Future for the whole result.
+
+For a caller that has no decoder of headrace's. Asked for no more than `prefill(tokens)` it behaves
+as a legacy worker does: one Future, all layers at once. With another route and `on_progress` the
+same call tells each layer group as it arrives. Both go through an owner with a memory-only decoder,
+so leases, coverage and cancellation are the same as everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+from headrace.backends.null import NullDecoder, decoder_like
+from headrace.errors import Closed, HeadraceError, LocalProtocolError
+from headrace.geometry import Layout, Manifest
+from headrace.ids import Span
+from headrace.plan import Plan
+from headrace.runtime.owner import DecoderOwner
+from headrace.runtime.requests import Request, RequestOptions
+from headrace.runtime.worker import SourceHandle
+
+ProgressCallback = Callable[[Span, int, int], None]
+
+
+class PrefillFailed(HeadraceError):
+    """The prefill ended as failed; the text is its reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """A whole prefill of `num_tokens` positions, in memory of its own.
+
+    parts: per layer, per part, the bytes of the live window [lo, n) of positions, as
+    [heads, n - lo, head_dim] (layout `head_major`) or [n - lo, heads, head_dim] (`token_major`).
+    windows: per layer its (lo, n). logits: the last position's row, or empty with `token`.
+    """
+
+    num_tokens: int
+    layout: Layout
+    windows: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[bytes, ...], ...]
+    logits: bytes
+    token: int | None
+
+
+@dataclass(slots=True)
+class _Call:
+    tokens: Sequence[int]
+    options: RequestOptions
+    on_progress: ProgressCallback | None
+    future: Future[PrefillResult]
+
+
+class SubprocessPrefillWorker:
+    """One source process behind a Future.
+
+    The source is spawned and driven by a thread of the worker's own, which lives until `close`.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        context: int,
+        interpreter: str | None = None,
+        num_slots: int = 2,
+        start_timeout_s: float = 300.0,
+    ) -> None:
+        """`engine`: torch, replay or module:factory; `context`: the longest prompt in tokens."""
+        self._handle = SourceHandle(
+            engine,
+            options,
+            interpreter=interpreter,
+            num_slots=num_slots,
+            start_timeout_s=start_timeout_s,
+        )
+        self._context = context
+        self._calls: SimpleQueue[_Call | Future[PrefillResult] | None] = SimpleQueue()
+        self._running: dict[Future[PrefillResult], tuple[Request, _Call]] = {}
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._ready: Future[Manifest] = Future()
+        self._thread = threading.Thread(target=self._serve, name="headrace-worker", daemon=True)
+        self._closed = False
+
+    def start(self) -> Manifest:
+        """Spawn the source and wait until it can serve; returns its manifest.
+
+        Raises:
+            Refused: the engine, its options or the machine do not allow it. PeerDied: it died.
+        """
+        self._thread.start()
+        return self._ready.result()
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        options: RequestOptions | None = None,
+        *,
+        on_progress: ProgressCallback | None = None,
+    ) -> Future[PrefillResult]:
+        """Start a prefill; the Future can be cancelled until it is done.
+
+        By default the whole route is taken. `on_progress(span, arrived, total)` is called from the
+        worker's thread with the cells that arrived last and bytes of KV so far.
+        """
+        if self._closed or not self._thread.is_alive():
+            raise Closed("the worker is closed or was not started")
+        asked = options or RequestOptions()
+        held = replace(asked, hold=True, max_tokens=0)
+        future: Future[PrefillResult] = Future()
+        self._put(_Call(tokens, held, on_progress, future))
+        future.add_done_callback(self._cancelled)
+        return future
+
+    def close(self) -> None:
+        """End what runs, then the source and the thread. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread.is_alive():
+            self._put(None)
+            self._thread.join()
+        os.close(self._wake)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _put(self, call: _Call | Future[PrefillResult] | None) -> None:
+        self._calls.put(call)
+        os.eventfd_write(self._wake, 1)
+
+    def _cancelled(self, future: Future[PrefillResult]) -> None:
+        if future.cancelled() and not self._closed:
+            self._put(future)
+
+    # The worker's thread.
+
+    def _serve(self) -> None:
+        owner = None
+        try:
+            self._handle.start()
+            manifest = self._handle.manifest
+            lanes = self._handle.num_slots
+            decoder = NullDecoder(decoder_like(manifest), context=self._context, lanes=lanes)
+            owner = DecoderOwner(decoder, context=self._context)
+            owner.attach(self._handle)
+            owner.watch(self._wake, self._woken)
+            self._ready.set_result(manifest)
+            while self._take_calls(owner):
+                owner.turn(60.0)
+                self._settle(owner, decoder)
+        except BaseException as exc:
+            if not self._ready.done():
+                self._ready.set_exception(exc)
+                return
+            raise
+        finally:
+            for future in list(self._running):
+                _fail(future, Closed("the worker was closed"))
+            if owner is None:
+                self._handle.close()
+            else:
+                owner.close()
+
+    def _woken(self) -> None:
+        os.eventfd_read(self._wake)
+
+    def _take_calls(self, owner: DecoderOwner) -> bool:
+        while True:
+            try:
+                call = self._calls.get_nowait()
+            except Empty:
+                return True
+            if call is None:
+                return False
+            if isinstance(call, Future):
+                if call in self._running:
+                    owner.cancel(self._running.pop(call)[0])
+                continue
+            try:
+                request = owner.submit(call.tokens, call.options, on_progress=call.on_progress)
+            except HeadraceError as exc:
+                _fail(call.future, exc)
+            else:
+                self._running[call.future] = (request, call)
+
+    def _settle(self, owner: DecoderOwner, decoder: NullDecoder) -> None:
+        for future, (request, _) in list(self._running.items()):
+            if not request.done:
+                continue
+            del self._running[future]
+            if request.entry is None:
+                _fail(future, PrefillFailed(request.reason))
+                continue
+            result = _copy_out(owner, decoder, request)
+            owner.release(request)
+            if future.set_running_or_notify_cancel():
+                future.set_result(result)
+
+
+def _copy_out(owner: DecoderOwner, decoder: NullDecoder, request: Request) -> PrefillResult:
+    plan: Plan = owner.plan_of(request)
+    if request.entry is None:
+        raise LocalProtocolError(f"request {request.request} has no entry")
+    parts = []
+    for layer in range(len(plan.layers)):
+        copies = plan.copies(Span(layer, layer + 1, 0, plan.num_tokens))
+        parts.append(tuple(bytes(decoder.read(request.entry, plan.layout, c)) for c in copies))
+    token = request.tokens[0] if request.tokens else None
+    return PrefillResult(
+        plan.num_tokens, plan.layout, plan.windows, tuple(parts), request.logits, token
+    )
+
+
+def _fail(future: Future[PrefillResult], exc: Exception) -> None:
+    """Fail a Future unless its caller has cancelled it."""
+    if future.set_running_or_notify_cancel():
+        future.set_exception(exc)

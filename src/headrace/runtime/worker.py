@@ -1,0 +1,258 @@
+"""The handle of one source process: its spawn, its slab, its channel, its death.
+
+A handle belongs to one owner, which drives it from its own loop (`attach` and the calls below).
+The class that a caller without an owner uses, `SubprocessPrefillWorker`, is built on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.channel import Channel, socket_pair
+from headrace.errors import (
+    BackendUnavailable,
+    Closed,
+    HeadraceError,
+    PeerDied,
+    Refused,
+    RemoteProtocolError,
+    WouldBlock,
+)
+from headrace.geometry import Layout, Manifest, agree
+from headrace.ids import AttemptId, Span
+from headrace.memory import Slab
+from headrace.messages import (
+    MAX_PROGRESS,
+    MAX_SPANS,
+    Attached,
+    FromSource,
+    Hello,
+    Incompatible,
+    Progress,
+    Ready,
+    Shutdown,
+    ToSource,
+    decode_from_source,
+    encode,
+)
+from headrace.plan import slot_layout
+from headrace.process import ChildProcess
+
+_M = TypeVar("_M", bound=FromSource)
+
+SOURCE_MODULE = "headrace.runtime.source_main"
+MESSAGES_PER_ATTEMPT = MAX_PROGRESS + 3  # its final or failure, its release, and one to spare
+
+
+class SourceHandle:
+    """One source process and what is shared with it."""
+
+    def __init__(
+        self,
+        engine: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        interpreter: str | None = None,
+        num_slots: int = 2,
+        start_timeout_s: float = 300.0,
+        log_level: str = "WARNING",
+    ) -> None:
+        """`engine` names one (torch, replay, module:factory) in the environment of `interpreter`.
+
+        Raises:
+            Refused: num_slots is below one.
+        """
+        if num_slots < 1:
+            raise Refused(f"slots is {num_slots}; a source needs at least one", field="slots")
+        self.engine = engine
+        self.num_slots = num_slots
+        self.slot_nbytes = 0
+        self.layout: Layout = "head_major"
+        self._options = dict(options or {})
+        self._interpreter = interpreter
+        self._start_timeout_s = start_timeout_s
+        self._log_level = log_level
+        self._child: ChildProcess | None = None
+        self._channel: Channel[ToSource, FromSource] | None = None
+        self._slab: Slab | None = None
+        self._manifest: Manifest | None = None
+
+    def start(self) -> None:
+        """Spawn the process and return at once; it loads its engine meanwhile.
+
+        Call it from a thread that outlives the source: the kernel kills a child when the thread
+        that spawned it exits.
+
+        Raises:
+            Refused: the interpreter is missing, or socket buffers are too small.
+        """
+        ours, theirs = socket_pair(MESSAGES_PER_ATTEMPT, _worst_progress_nbytes())
+        try:
+            self._child = ChildProcess.spawn(
+                SOURCE_MODULE,
+                [
+                    f"--channel={theirs.fileno()}",
+                    f"--engine={self.engine}",
+                    f"--options={msgspec.json.encode(self._options).decode()}",
+                    f"--log-level={self._log_level}",
+                ],
+                interpreter=self._interpreter,
+                inherit=[theirs.fileno()],
+            )
+        except HeadraceError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._channel = Channel(ours, encode, decode_from_source)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The source's manifest; waits until the engine has loaded.
+
+        Raises:
+            Refused: the source cannot start or serve; PeerDied: it died.
+        """
+        if self._manifest is None:
+            message = self._expect(Ready)
+            self._manifest = message.manifest
+        return self._manifest
+
+    def attach(self, decoder: Manifest, context: int, epoch: int) -> None:
+        """Agree with the decoder, make the slab, and wait until the source has mapped it.
+
+        Raises:
+            Refused: the manifests differ in a field, or memory is short.
+            PeerDied: the source died.
+        """
+        self.layout = agree(self.manifest, decoder)
+        for role, manifest in (("source", self.manifest), ("decoder", decoder)):
+            if context > manifest.max_positions:
+                raise Refused(
+                    f"context {context} is more than the {role}'s {manifest.max_positions} "
+                    "positions; lower --context",
+                    field="context",
+                )
+        self.slot_nbytes = slot_layout(decoder, context).nbytes
+        self._slab = Slab.create(self.num_slots * self.slot_nbytes)
+        hello = Hello(epoch, decoder, context, self.num_slots, self.slot_nbytes)
+        self._open_channel().send(hello, [self._slab.fd])
+        self._slab.close_fd()
+        self._expect(Attached)
+
+    def slot(self, index: int) -> memoryview:
+        """The bytes of a slot."""
+        begin = index * self.slot_nbytes
+        return self._open_slab().view[begin : begin + self.slot_nbytes]
+
+    def slot_address(self, index: int) -> int:
+        """The address of a slot's first byte in this process."""
+        return self._open_slab().address + index * self.slot_nbytes
+
+    def send(self, message: ToSource) -> None:
+        """Queue a message; raises PeerDied if the source is gone."""
+        self._open_channel().send(message)
+
+    def receive(self) -> FromSource:
+        """The next message; raises WouldBlock, PeerDied or RemoteProtocolError."""
+        message, descriptors = self._open_channel().receive()
+        if descriptors:
+            raise RemoteProtocolError("a source sends no descriptors")
+        return message
+
+    @property
+    def channel_fd(self) -> int:
+        return self._open_channel().fileno()
+
+    @property
+    def death_fd(self) -> int:
+        """A descriptor that is readable once the source's whole process is gone."""
+        return self._open_child().fileno()
+
+    @property
+    def pid(self) -> int:
+        return self._open_child().pid
+
+    def died(self) -> bool:
+        """Whether the process is proven gone."""
+        return self._open_child().died()
+
+    def exit_text(self) -> str:
+        """How it ended, for a reason."""
+        status = self._open_child().exit_status()
+        how = f"exit status {status}" if status is None or status >= 0 else f"signal {-status}"
+        return f"source {self.engine} (pid {self.pid}) died: {how}"
+
+    def kill(self) -> None:
+        """End the process now; its death is told by `death_fd`."""
+        self._open_child().kill()
+
+    def close(self, grace_s: float = 2.0) -> None:
+        """Ask the source to end, wait, then make sure; frees the slab last. Idempotent."""
+        if self._channel is not None:
+            try:
+                self._channel.send(Shutdown())
+            except (PeerDied, WouldBlock, Closed):
+                grace_s = 0.0
+        if self._child is not None:
+            self._child.close(grace_s)
+        if self._channel is not None:
+            self._channel.close()
+        if self._slab is not None:
+            self._slab.close()
+
+    def _expect(self, kind: type[_M]) -> _M:
+        """The next message, which must be of `kind`; waits at most the start timeout."""
+        deadline_s = time.monotonic() + self._start_timeout_s
+        channel = self._open_channel()
+        while True:
+            try:
+                message, _ = channel.receive()
+                break
+            except WouldBlock:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise Refused(
+                        f"source {self.engine} did not get ready in {self._start_timeout_s:.0f} s",
+                        field="source",
+                    ) from None
+                channel.wait_readable(left_s)
+            except PeerDied as exc:
+                self._open_child().wait(5.0)
+                raise PeerDied(f"{self.exit_text()} while starting") from exc
+        if isinstance(message, Incompatible):
+            if message.field == BackendUnavailable.__name__:
+                raise Refused(f"source {self.engine} is unavailable: {message.reason}")
+            raise Refused(f"source {self.engine}: {message.reason}", field=message.field)
+        if not isinstance(message, kind):
+            raise RemoteProtocolError(f"source {self.engine} sent {type(message).__name__} first")
+        return message
+
+    def _open_channel(self) -> Channel[ToSource, FromSource]:
+        if self._channel is None:
+            raise Closed(f"source {self.engine} was not started")
+        return self._channel
+
+    def _open_child(self) -> ChildProcess:
+        if self._child is None:
+            raise Closed(f"source {self.engine} was not started")
+        return self._child
+
+    def _open_slab(self) -> Slab:
+        if self._slab is None:
+            raise Closed(f"source {self.engine} has no slab before it is attached")
+        return self._slab
+
+
+def _worst_progress_nbytes() -> int:
+    """Bytes of the largest progress message that a source may send."""
+    big = (1 << 32) - 1
+    attempt = AttemptId(2**63 - 1, 2**63 - 1, big)
+    span = Span(2**16 - 1, 2**16 - 1, big, big)
+    digests: Sequence[int] = (big,) * MAX_SPANS
+    spans = (span,) * MAX_SPANS
+    return len(encode(Progress(attempt, big, big, spans, tuple(digests), 2**62, 2**62)))
