@@ -22,6 +22,7 @@ T = TypeVar("T")
 MAX_SPANS: Final = 64
 MAX_PROGRESS: Final = 128
 MAX_TEXT: Final = 4096
+MAX_INTERVALS: Final = 256
 
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -177,6 +178,8 @@ class Submit(_Message, frozen=True, tag="submit"):
     stop_tokens: tuple[Count, ...]
     sampling: Sampling
     audit: bool
+    trace: bool
+    deadline_ns: Count | None
 
 
 class Withdraw(_Message, frozen=True, tag="withdraw"):
@@ -226,7 +229,7 @@ class Events(_Message, frozen=True, tag="events"):
 
     label: Count
     lane: Literal["source", "owner"]
-    intervals: Annotated[tuple[Interval, ...], Meta(max_length=256)]
+    intervals: Annotated[tuple[Interval, ...], Meta(max_length=MAX_INTERVALS)]
 
 
 class Measured(_Message, frozen=True, tag="measured"):
@@ -252,7 +255,7 @@ class Measured(_Message, frozen=True, tag="measured"):
 
 
 class Ended(_Message, frozen=True, tag="ended"):
-    """The request's one terminal.
+    """The request's one terminal; `mistake` names the option if it was refused as asked.
 
     Digests are hex, empty unless asked for by `audit`: of every logits row in order, and per layer
     of the published cells.
@@ -261,6 +264,7 @@ class Ended(_Message, frozen=True, tag="ended"):
     label: Count
     outcome: Literal["finished", "failed", "cancelled"]
     reason: Text
+    mistake: Text
     measured: Measured | None
     logits_digest: Text
     kv_digests: tuple[Text, ...]

@@ -1,0 +1,27 @@
+"""What an owner process is started with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+
+class OwnerConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """One decoder and its one source, as JSON on the owner's command line.
+
+    context: positions of a lane and of a slot. source_python: the interpreter of another
+    environment, or None for the owner's own.
+    """
+
+    decoder: str
+    decoder_options: dict[str, Any]
+    source: str
+    source_options: dict[str, Any]
+    context: int
+    source_python: str | None = None
+    num_slots: int = 2
+    prefetch_depth: int = 1
+    start_timeout_s: float = 600.0
+    log_level: str = "WARNING"
+    log_json: bool = False

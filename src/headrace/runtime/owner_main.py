@@ -1,0 +1,256 @@
+"""The owner process: the sole owner of one decoder's device, and the parent of its sources.
+
+Started as `python -m headrace.runtime.owner_main --channel FD --config JSON`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+from array import array
+from collections import deque
+from typing import TypeAlias
+
+import msgspec
+
+from headrace.backends.base import Decoder
+from headrace.backends.load import check_name, open_decoder
+from headrace.backends.null import decoder_like
+from headrace.channel import Channel
+from headrace.errors import (
+    BackendUnavailable,
+    HeadraceError,
+    PeerDied,
+    Refused,
+    RemoteProtocolError,
+    WouldBlock,
+)
+from headrace.messages import (
+    MAX_INTERVALS,
+    MAX_TEXT,
+    Down,
+    Ended,
+    Events,
+    FromOwner,
+    Shutdown,
+    Submit,
+    Token,
+    ToOwner,
+    Up,
+    Withdraw,
+    decode_to_owner,
+    encode,
+)
+from headrace.plan import TOKEN_NBYTES
+from headrace.process import die_with_parent
+from headrace.runtime.config import OwnerConfig
+from headrace.runtime.log import configure
+from headrace.runtime.owner import DecoderOwner
+from headrace.runtime.requests import Request, RequestOptions
+from headrace.runtime.worker import SourceHandle
+
+_log = logging.getLogger("headrace.owner")
+
+RouterChannel: TypeAlias = Channel[FromOwner, ToOwner]
+
+
+class OwnerProcess:
+    """Serves a router's requests on one `DecoderOwner`."""
+
+    def __init__(self, channel: RouterChannel, owner: DecoderOwner, handle: SourceHandle) -> None:
+        self._channel = channel
+        self._owner = owner
+        self._handle = handle
+        self._running: dict[int, Request] = {}
+        self._outbox: deque[FromOwner] = deque()  # bounded by the requests' max_tokens
+        self._shutdown = False
+
+    def serve(self, decoder: Decoder) -> None:
+        """Say that all is ready, then serve until `Shutdown` or until the router is gone."""
+        caps, handle = decoder.caps, self._handle
+        self._owner.watch(self._channel.fileno(), self._receive)
+        self._outbox.append(
+            Up(
+                decoder.manifest(),
+                caps.max_lanes,
+                handle.num_slots,
+                handle.slot_nbytes,
+                self._owner.context,
+            )
+        )
+        while not self._shutdown:
+            self._flush()
+            self._owner.turn(0.01 if self._outbox else 60.0)
+            for label, request in list(self._running.items()):
+                if request.done:
+                    del self._running[label]
+                    self._end(label, request)
+        self._flush()
+
+    def _receive(self) -> None:
+        while not self._shutdown:
+            try:
+                message, descriptors = self._channel.receive()
+            except WouldBlock:
+                return
+            match message:
+                case Submit():
+                    self._submit(message, descriptors)
+                case Withdraw():
+                    if message.label in self._running:
+                        self._owner.cancel(self._running[message.label])
+                case Shutdown():
+                    self._shutdown = True
+
+    def _submit(self, submit: Submit, descriptors: list[int]) -> None:
+        label = submit.label
+
+        def on_token(token: int) -> None:
+            self._outbox.append(Token(label, token))
+
+        try:
+            tokens = _read_prompt(descriptors, submit.num_tokens)
+            request = self._owner.submit(tokens, options_of(submit), on_token=on_token)
+        except Refused as exc:
+            self._outbox.append(
+                Ended(label, "failed", str(exc)[:MAX_TEXT], exc.field or "request", None, "", ())
+            )
+        else:
+            self._running[label] = request
+
+    def _end(self, label: int, request: Request) -> None:
+        lanes = (("source", request.source_intervals), ("owner", request.owner_intervals))
+        for lane, intervals in lanes:
+            for at in range(0, len(intervals), MAX_INTERVALS):
+                batch = tuple(intervals[at : at + MAX_INTERVALS])
+                self._outbox.append(Events(label, lane, batch))  # type: ignore[arg-type]
+        self._outbox.append(
+            Ended(
+                label,
+                request.outcome,  # type: ignore[arg-type]
+                request.reason[:MAX_TEXT],
+                "",
+                request.measured,
+                request.logits_digest,
+                request.kv_digests,
+            )
+        )
+
+    def _flush(self) -> None:
+        while self._outbox:
+            try:
+                self._channel.send(self._outbox[0])
+            except WouldBlock:
+                return
+            self._outbox.popleft()
+
+
+def options_of(submit: Submit) -> RequestOptions:
+    """The options that a router's message asks for."""
+    return RequestOptions(
+        route=submit.route,
+        group_layers=submit.group_layers,
+        chunk=submit.chunk,
+        prefill_chunk=submit.prefill_chunk,
+        emission=submit.emission,
+        max_tokens=submit.max_tokens,
+        stop_tokens=submit.stop_tokens,
+        sampling=submit.sampling,
+        digest=submit.digest,
+        audit=submit.audit,
+        trace=submit.trace,
+        deadline_s=None if submit.deadline_ns is None else submit.deadline_ns / 1e9,
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 orderly, 1 refused or failed; the reason was told to the router."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the router cancels in good order
+    parser = argparse.ArgumentParser(prog="headrace.runtime.owner_main")
+    parser.add_argument("--channel", type=int, required=True)
+    parser.add_argument("--config", required=True)
+    parsed = parser.parse_args(arguments)
+    config = msgspec.json.decode(parsed.config, type=OwnerConfig)
+    configure(config.log_level, as_json=config.log_json)
+    channel: RouterChannel = Channel(socket.socket(fileno=parsed.channel), encode, decode_to_owner)
+    with channel:
+        try:
+            _serve(channel, config)
+        except PeerDied as exc:
+            if not _tell(channel, Down(False, str(exc)[:MAX_TEXT])):
+                return 0  # it was the router that died
+        except (Refused, BackendUnavailable) as exc:
+            _tell(channel, Down(True, str(exc)[:MAX_TEXT]))
+        except HeadraceError as exc:
+            _tell(channel, Down(False, f"{type(exc).__name__}: {exc}"[:MAX_TEXT]))
+        except Exception as exc:
+            _log.exception("the owner failed")
+            _tell(channel, Down(False, f"{type(exc).__name__}: {exc}"[:MAX_TEXT]))
+        else:
+            return 0
+    return 1
+
+
+def _serve(channel: RouterChannel, config: OwnerConfig) -> None:
+    check_name("source", config.source)
+    check_name("decoder", config.decoder)
+    handle = SourceHandle(
+        config.source,
+        config.source_options,
+        interpreter=config.source_python,
+        num_slots=config.num_slots,
+        start_timeout_s=config.start_timeout_s,
+        log_level=config.log_level,
+    )
+    handle.start()  # it loads while this process loads the decoder
+    try:
+        decoder = _open_decoder(config, handle)
+        owner = DecoderOwner(decoder, context=config.context, prefetch_depth=config.prefetch_depth)
+    except BaseException:
+        handle.close()
+        raise
+    try:
+        owner.attach(handle)
+        OwnerProcess(channel, owner, handle).serve(decoder)
+    finally:
+        owner.close()
+        handle.close()
+
+
+def _open_decoder(config: OwnerConfig, handle: SourceHandle) -> Decoder:
+    options = dict(config.decoder_options)
+    if config.decoder == "null":
+        options["manifest"] = decoder_like(handle.manifest)
+    return open_decoder(config.decoder, options)
+
+
+def _read_prompt(descriptors: list[int], num_tokens: int) -> array[int]:
+    """The prompt's ids from the memfd beside a submit; closes what came."""
+    try:
+        if len(descriptors) != 1:
+            raise RemoteProtocolError(f"a submit with {len(descriptors)} descriptors, expected 1")
+        tokens = array("I")
+        tokens.frombytes(os.pread(descriptors[0], TOKEN_NBYTES * num_tokens, 0))
+        if len(tokens) != num_tokens:
+            raise RemoteProtocolError(f"a prompt of {len(tokens)} tokens, {num_tokens} were told")
+        return tokens
+    finally:
+        for fd in descriptors:
+            os.close(fd)
+
+
+def _tell(channel: RouterChannel, message: FromOwner) -> bool:
+    try:
+        channel.send(message)
+    except (PeerDied, WouldBlock):
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""The router's end of an owner process: start it, submit, and hear what becomes of it."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from headrace.channel import Channel, socket_pair
+from headrace.errors import HeadraceError, PeerDied, Refused, RemoteProtocolError, WouldBlock
+from headrace.messages import (
+    Down,
+    Ended,
+    Events,
+    FromOwner,
+    Interval,
+    Shutdown,
+    Submit,
+    Token,
+    ToOwner,
+    Up,
+    Withdraw,
+    decode_from_owner,
+    encode,
+)
+from headrace.process import ChildProcess
+from headrace.runtime.config import OwnerConfig
+from headrace.runtime.requests import RequestOptions
+
+OWNER_MODULE = "headrace.runtime.owner_main"
+QUEUED_MESSAGES = 64
+QUEUED_NBYTES = 1024
+
+
+class OwnerFailed(HeadraceError):
+    """The owner process said that it cannot go on."""
+
+
+@dataclass(slots=True)
+class RouteResult:
+    """What one request came to."""
+
+    tokens: list[int]
+    ended: Ended
+    source_intervals: list[Interval] = field(default_factory=list)
+    owner_intervals: list[Interval] = field(default_factory=list)
+
+
+class OwnerClient:
+    """One owner process, as its router sees it. Used from one thread."""
+
+    def __init__(self, config: OwnerConfig) -> None:
+        self._config = config
+        self._channel: Channel[ToOwner, FromOwner] | None = None
+        self._child: ChildProcess | None = None
+        self._next_label = 0
+
+    def start(self) -> Up:
+        """Spawn the owner and wait until it and its source can serve.
+
+        Raises:
+            Refused: a user's mistake. OwnerFailed, PeerDied: it could not start.
+        """
+        ours, theirs = socket_pair(QUEUED_MESSAGES, QUEUED_NBYTES)
+        try:
+            self._child = ChildProcess.spawn(
+                OWNER_MODULE,
+                [
+                    f"--channel={theirs.fileno()}",
+                    f"--config={msgspec.json.encode(self._config).decode()}",
+                ],
+                inherit=[theirs.fileno()],
+            )
+        except HeadraceError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._channel = Channel(ours, encode, decode_from_owner)
+        message = self._next()
+        if not isinstance(message, Up):
+            raise RemoteProtocolError(f"the owner began with {type(message).__name__}")
+        return message
+
+    def submit(self, tokens: Sequence[int], options: RequestOptions) -> int:
+        """Start a request; returns the label that its messages carry."""
+        label = self._next_label
+        self._next_label += 1
+        deadline_s = options.deadline_s
+        message = Submit(
+            label,
+            len(tokens),
+            options.max_tokens,
+            options.route,
+            options.group_layers,
+            options.chunk,
+            options.prefill_chunk,
+            options.emission,
+            options.digest,
+            options.stop_tokens,
+            options.sampling,
+            options.audit,
+            options.trace,
+            None if deadline_s is None else int(deadline_s * 1e9),
+        )
+        fd = os.memfd_create("headrace-prompt")
+        try:
+            view = memoryview(array("I", tokens)).cast("B")
+            while view:
+                view = view[os.write(fd, view) :]
+            self._send(message, [fd])
+        finally:
+            os.close(fd)
+        return label
+
+    def withdraw(self, label: int) -> None:
+        """Cancel a request; its `Ended` still comes."""
+        self._send(Withdraw(label), [])
+
+    def result(self, label: int, on_token: Callable[[int], bool] | None = None) -> RouteResult:
+        """Wait for a request's end; `on_token` returns True to stop it there."""
+        tokens: list[int] = []
+        lanes: dict[str, list[Interval]] = {"source": [], "owner": []}
+        stopped = False
+        while True:
+            message = self._next()
+            if isinstance(message, Token) and message.label == label and not stopped:
+                tokens.append(message.token)
+                if on_token is not None and on_token(message.token):
+                    stopped = True
+                    self.withdraw(label)
+            elif isinstance(message, Events) and message.label == label:
+                lanes[message.lane] += message.intervals
+            elif isinstance(message, Ended) and message.label == label:
+                return RouteResult(tokens, message, lanes["source"], lanes["owner"])
+
+    def close(self, grace_s: float = 10.0) -> None:
+        """Ask the owner to end, wait, then make sure. Idempotent."""
+        if self._channel is not None:
+            try:
+                self._channel.send(Shutdown())
+            except HeadraceError:  # gone, closed or clogged: end it at once
+                grace_s = 0.0
+        if self._child is not None:
+            self._child.close(grace_s)
+        if self._channel is not None:
+            self._channel.close()
+
+    def _send(self, message: ToOwner, fds: Sequence[int]) -> None:
+        if self._channel is None:
+            raise PeerDied("the owner was not started")
+        self._channel.send(message, fds)
+
+    def _next(self) -> FromOwner:
+        if self._channel is None or self._child is None:
+            raise PeerDied("the owner was not started")
+        while True:
+            try:
+                message, _ = self._channel.receive()
+            except WouldBlock:
+                self._channel.wait_readable(60.0)
+                continue
+            except PeerDied as exc:
+                self._child.wait(5.0)
+                status = self._child.exit_status()
+                raise PeerDied(f"the owner process died (status {status})") from exc
+            if isinstance(message, Down):
+                if message.mistake:
+                    raise Refused(message.reason)
+                raise OwnerFailed(message.reason)
+            return message
