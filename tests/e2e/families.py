@@ -1,12 +1,15 @@
 """Tiny random models of the supported families, and a slot and a sink to run them through.
 
-Weights are drawn with a spread at which greedy tokens vary and no two logits come close to a tie,
-so that a changed route would show in the tokens and not only in the last bits.
+Weights are drawn with a spread at which greedy tokens vary from step to step, so that a cell in the
+wrong place changes the tokens and not only the last bits of the logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import atexit
+import functools
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -17,8 +20,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from headrace.backends.base import Cells, SlotView
+from headrace.backends import cpu as cpu_backend
+from headrace.backends import torch as torch_backend
+from headrace.backends.base import Cells, Decoder, Entry, PrefillEngine, SlotView
 from headrace.coverage import Coverage
+from headrace.engine.loading import load_model
 from headrace.errors import Cancelled, LocalProtocolError
 from headrace.geometry import Emission, Layout, Manifest, agree
 from headrace.ids import AttemptId, Span
@@ -110,12 +116,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": _ALTERNATING,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
 }
 """Name to configuration class and what differs from the common tiny shape."""
 
-UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
+UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "DeepseekV3Config",
         {
@@ -131,22 +138,49 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
             "v_head_dim": 16,
             "num_key_value_heads": 4,
         },
-        "latent",
     ),
     "lfm2": (
         "Lfm2Config",
         {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
-        "state",
     ),
 }
 
 
 def make_model(directory: Path, config_class: str, options: dict[str, Any]) -> None:
     """Make a random model and save it as config.json and safetensors."""
+    transformers.utils.logging.disable_progress_bar()
     config = getattr(transformers, config_class)(**{**_BASE, **options})
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(directory)
+
+
+@functools.cache
+def directory_of(family: str) -> Path:
+    """The directory of a family's tiny model, made once per test process and removed at its end."""
+    holder = tempfile.TemporaryDirectory(prefix="headrace-tiny-")
+    atexit.register(holder.cleanup)
+    config_class, options = (FAMILIES | UNSUPPORTED)[family]
+    make_model(Path(holder.name), config_class, options)
+    return Path(holder.name)
+
+
+@functools.cache
+def source_of(family: str, dtype: str = "float32") -> torch_backend.TorchEngine:
+    return torch_backend.open({"model": directory_of(family), "dtype": dtype})
+
+
+@functools.cache
+def decoder_of(family: str, dtype: str = "float32") -> cpu_backend.CpuDecoder:
+    """A decoder with three lanes, whose entries a test frees before it ends."""
+    config = {"model": directory_of(family), "dtype": dtype, "lanes": 3, "context": CONTEXT}
+    return cpu_backend.open(config)
+
+
+@functools.cache
+def module_of(family: str, dtype: str = "float32") -> Any:
+    """The bare transformers model that results are compared with."""
+    return load_model(directory_of(family), dtype=dtype).module
 
 
 def make_prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -281,6 +315,20 @@ def slot_view(buffer: memoryview, layout: Layout) -> SlotView:
     return SlotView(buffer, np.frombuffer(buffer, np.uint8).ctypes.data, layout)
 
 
+def hand_off(
+    source: PrefillEngine, decoder: Decoder, prompt: Sequence[int], asked: Prefill
+) -> tuple[FakeSink, Entry]:
+    """Prefill, import span by span in the order of emission, publish."""
+    sink = make_sink(source.manifest(), decoder.manifest(), asked)
+    source.prefill_stream(prompt, sink)
+    reservation = decoder.reserve(len(prompt))
+    slot = slot_view(sink.buffer, sink.plan.layout)
+    for span in (span for spans in sink.spans for span in spans):
+        fence = decoder.begin_import(reservation, slot, sink.plan.copies(span))
+        assert fence.done()
+    return sink, decoder.publish(reservation)
+
+
 def greedy(row: memoryview | bytes) -> int:
     return int(np.frombuffer(row, np.float32).argmax())
 
@@ -310,6 +358,3 @@ def reference(
             rows.append(output.logits[0, -1].float().numpy().tobytes())
             tokens.append(greedy(rows[-1]))
     return tokens, rows
-
-
-Maker = Callable[[str], Path]

@@ -21,6 +21,9 @@ class _JsonFormatter(logging.Formatter):
         return msgspec.json.encode(fields).decode()
 
 
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
 def configure(level: str, *, as_json: bool = False) -> None:
     """Send records of at least `level` to stderr."""
     handler = logging.StreamHandler()

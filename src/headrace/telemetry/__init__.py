@@ -1,0 +1,1 @@
+"""What was measured, drawn and written so that others can check it."""

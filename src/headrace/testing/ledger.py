@@ -50,6 +50,7 @@ class Terms:
     num_tokens: int
     num_lanes: int
     prefetch_depth: int
+    digest: bool
     chunk_nbytes: int
     progress_timeout_ns: int
     drain_timeout_ns: int
@@ -187,8 +188,8 @@ class Ledger:
             return Verdict.DROP
         match message:
             case Progress(spans=spans, digests=digests):
-                legal = not account.final and len(digests) in (0, len(spans))
-                legal = legal and self._fresh(account, spans)
+                stamped = len(digests) == (len(spans) if digests or self.terms.digest else 0)
+                legal = not account.final and stamped and self._fresh(account, spans)
             case SourceFinal():
                 legal = not account.final and account.told == self.terms.transfer_set
             case Failed() | Released():

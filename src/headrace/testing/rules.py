@@ -103,18 +103,28 @@ def _reserve(ledger: Ledger, command: Reserve) -> None:
 def _start_prefill(ledger: Ledger, command: StartPrefill, now_ns: int) -> None:
     place = (command.source, int(command.slot))
     slot, account = ledger.slots[place], ledger.accounts[command.attempt]
-    rule(account.outcome is None and account.place is None, command, "where it has", account)
+    outrun = command.attempt in ledger.due  # the cancel came before this was given out
+    rule(account.outcome is None or outrun, command, "after the terminal", account.outcome)
+    rule(account.place is None, command, "where it has", account.place)
     rule(command.source not in ledger.dead, command, "to a dead source")
     rule(ledger.idle(command.source), command, "to a busy source")
     rule(slot.holder is None, command, "into a slot that is", slot.word, slot)
     rule(command.generation > slot.generation, command, "after generation", slot.generation)
+    if not outrun:
+        _check_turn(ledger, command)
+    account.place, account.generation, account.since_ns = place, command.generation, now_ns
+    slot.holder, slot.generation, slot.writer = command.attempt, command.generation, True
+    if outrun:  # the grant is given all the same, and taken back at once
+        slot.ended_ns = now_ns
+        ledger.cancels[command.attempt] = True
+
+
+def _check_turn(ledger: Ledger, command: StartPrefill) -> None:
     without = [a for a, c in ledger.undecided() if c.place is None]
     holding = [a for a in without if ledger.accounts[a].storage]
     if not holding:
         rule(_may_park(ledger, command.source), command, "parks beyond the bound")
     rule(command.attempt == (holding + without)[0], command, "before", holding, without)
-    account.place, account.generation, account.since_ns = place, command.generation, now_ns
-    slot.holder, slot.generation, slot.writer = command.attempt, command.generation, True
 
 
 def _start_import(ledger: Ledger, command: StartImport) -> None:

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
-from headrace.geometry import (
-    Full,
-    Kind,
-    Layer,
-    Layout,
-    Manifest,
-    Part,
-    Shared,
-    Sliding,
-)
-from headrace.ids import AttemptId, Generation, ImportId, RequestId, SlotIndex, SourceId, Span
+from headrace.geometry import Full, Kind, Layer, Layout, Manifest, Part, Shared, Sliding
+from headrace.ids import AttemptId, ImportId, RequestId, SourceId, Span
 from headrace.messages import Failed, Prefill, Progress, Released, SourceFinal
 from headrace.plan import Plan, compile_plan
 from headrace.protocol.commands import CheckDigest, Command, Publish, StartImport, StartPrefill
@@ -28,11 +19,13 @@ from headrace.protocol.owner import AttemptMessage, Limits, Owner
 
 C = TypeVar("C")
 
+FEW = settings(max_examples=20, deadline=None, database=None)
+
 EPOCH = 7
 CONTEXT = 64
 WINDOW = 4
 PARTS = (Part("k", 2, 4, "bfloat16"), Part("v", 2, 8, "bfloat16"))  # K and V differ in size
-ROW_NBYTES = 48
+ROW_NBYTES = 48  # of one position of a layer
 HYBRID: tuple[Kind, ...] = (
     Sliding(WINDOW, WINDOW),
     Full(),
@@ -103,9 +96,7 @@ def attempt_id(counter: int = 0, attempt: int = 1) -> AttemptId:
 
 def grant(num_tokens: int, *, digest: bool = False, attempt: AttemptId | None = None) -> Prefill:
     """The grant of slot 0, generation 0."""
-    return Prefill(
-        attempt or attempt_id(), 0, 0, num_tokens, "streamed", 1, 0, 0, "layers", digest
-    )
+    return Prefill(attempt or attempt_id(), 0, 0, num_tokens, "streamed", 1, 0, 0, "layers", digest)
 
 
 def trace_of(machine: Machine[Any, Any]) -> bytes:
@@ -133,7 +124,10 @@ def geometries(draw: st.DrawFn) -> tuple[Manifest, Layout, int, int]:
     shapes = [tuple(draw(st.lists(parts, min_size=1, max_size=2))) for _ in range(2)]
     model = tuple(
         Layer(
-            i, f"layers.{i}", kind, () if isinstance(kind, Shared) else draw(st.sampled_from(shapes))
+            i,
+            f"layers.{i}",
+            kind,
+            () if isinstance(kind, Shared) else draw(st.sampled_from(shapes)),
         )
         for i, kind in enumerate(kinds)
     )
@@ -206,7 +200,11 @@ class Shell:
         return next(g for g in self.all(StartPrefill) if g.attempt.request == request)
 
     def send(self, message: AttemptMessage, source: int | None = None) -> None:
-        sender = SourceId(source) if source is not None else self.grant_of(message.attempt.request).source
+        sender = (
+            SourceId(source)
+            if source is not None
+            else self.grant_of(message.attempt.request).source
+        )
         self.owner.message(sender, message, self.now_ns)
         self.take()
 

@@ -1,0 +1,40 @@
+# Two commands: `make demo` and `make test`. Both make .venv first; nothing outside this folder and
+# the user's cache directory is touched.
+PYTHON ?= python3
+MODEL ?= smollm2-135m
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check full-matrix bench clean
+
+demo: $(VENV)/.cpu
+	$(BIN)/headrace models pull $(MODEL)
+	$(BIN)/headrace run --model $(MODEL) --route compare --max-tokens 32 \
+		--prompt-file examples/pride_and_prejudice.txt
+
+test: check
+	$(BIN)/python -m pytest
+
+# The rules that are not tests: style, types, who may import whom.
+check: $(VENV)/.test
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# The whole exactness matrix on the two real models; most of an hour on two cores.
+full-matrix: $(VENV)/.test
+	$(BIN)/python -m pytest -m full_matrix --timeout 7200
+
+$(VENV)/.cpu: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[cpu]'
+	touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	touch $@ $(VENV)/.cpu
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .coverage .hypothesis .*_cache

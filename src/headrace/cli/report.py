@@ -1,0 +1,170 @@
+"""What `headrace run` says of its routes: a JSON object, one line, or a table and a timeline."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from headrace.messages import Measured
+from headrace.runtime.router import RouteResult
+from headrace.telemetry.timeline import draw, overlap_ns
+from headrace.version import VERSION
+
+
+def as_json(
+    model: str,
+    route: str,
+    prompt: list[int],
+    texts: Mapping[Any, str],
+    results: Mapping[Any, RouteResult],
+) -> dict[str, Any]:
+    """One object with stable keys; times in seconds, sizes in bytes, all times by the host clock.
+
+    The keys of the top level are those of the route asked for, or of `streamed` for a comparison;
+    `identical` is null unless routes were compared.
+    """
+    routes = {name: _figures(result, texts[name]) for name, result in results.items()}
+    shown = routes.get(route) or routes["streamed"]
+    same = identical(results) if len(results) > 1 else None
+    return {
+        "model": model,
+        "route": route,
+        "prompt_tokens": len(prompt),
+        **shown,
+        "identical": None if same is None else all(same.values()),
+        "identical_parts": same,
+        "routes": routes,
+        "stamp": stamp(),
+    }
+
+
+def identical(results: Mapping[Any, RouteResult]) -> dict[str, bool]:
+    """Whether all routes gave the same tokens, logits rows and published KV bytes."""
+    logits = {result.ended.logits_digest for result in results.values()}
+    kv = {result.ended.kv_digests for result in results.values()}
+    return {
+        "tokens": len({tuple(result.tokens) for result in results.values()}) == 1,
+        "logits": len(logits) == 1 and "" not in logits,
+        "kv": len(kv) == 1 and () not in kv,
+    }
+
+
+def print_result(console: Console, result: RouteResult) -> None:
+    """One line about a single route, on stderr so that stdout is the text alone."""
+    measured = result.ended.measured
+    if measured is None:
+        console.print(f"[dim]{result.ended.outcome}: {result.ended.reason}[/dim]")
+        return
+    console.print(
+        f"[dim]{len(result.tokens)} tokens  TTFT {_ms(_ttft(measured))}  prefill "
+        f"{_ms(_prefill(measured))}  transfer tail {_ms(_tail(measured))}  KV "
+        f"{_mb(measured.kv_nbytes)} in {measured.spans} spans[/dim]"
+    )
+
+
+def print_comparison(
+    console: Console,
+    prompt: list[int],
+    texts: Mapping[Any, str],
+    results: Mapping[Any, RouteResult],
+) -> bool:
+    """The text, a table of the routes, the streamed timeline; returns whether all are identical."""
+    console.print(f"[bold]prompt[/bold] {len(prompt)} tokens   [bold]text[/bold]")
+    console.print(texts["streamed"].strip(), markup=False)
+    console.print()
+    table = Table(
+        box=SIMPLE_HEAD, caption="early: share of KV bytes imported before the prefill ended"
+    )
+    for name in ("route", "TTFT ms", "prefill ms", "tail ms", "KV MB", "groups", "spans", "early"):
+        table.add_column(name, justify="left" if name == "route" else "right", no_wrap=True)
+    for route, result in results.items():
+        measured = result.ended.measured
+        if measured is not None:
+            table.add_row(
+                route,
+                f"{_ttft(measured) / 1e6:.1f}",
+                f"{_prefill(measured) / 1e6:.1f}",
+                f"{_tail(measured) / 1e6:.2f}",
+                f"{measured.kv_nbytes / 1e6:.1f}",
+                str(measured.groups),
+                str(measured.spans),
+                f"{100 * measured.nbytes_before_final / max(1, measured.kv_nbytes):.1f} %",
+            )
+    console.print(table)
+    same = identical(results)
+    words = "   ".join(f"{part}: {'yes' if holds else 'no'}" for part, holds in same.items())
+    console.print(f"identical on all routes   {words}")
+    console.print()
+    streamed = results["streamed"]
+    if streamed.ended.measured is not None:
+        lanes = (streamed.source_intervals, streamed.owner_intervals)
+        width = max(20, min(72, console.width - 48))
+        for line in draw(*lanes, streamed.ended.measured, width=width):
+            console.print(line, markup=False)
+        console.print(
+            f"imports ran for {overlap_ns(*lanes) / 1e6:.1f} ms while the source computed "
+            "(host intervals; no claim about kernels)"
+        )
+    return all(same.values())
+
+
+def stamp() -> dict[str, Any]:
+    """Where and when figures were taken."""
+    return {
+        "headrace": VERSION,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "load_1min": os.getloadavg()[0],
+        "clock": "host CLOCK_MONOTONIC",
+    }
+
+
+def _figures(result: RouteResult, text: str) -> dict[str, Any]:
+    measured = result.ended.measured
+    base: dict[str, Any] = {"tokens": result.tokens, "text": text, "outcome": result.ended.outcome}
+    if measured is None:
+        return base
+    return {
+        **base,
+        "ttft_s": _ttft(measured) / 1e9,
+        "prefill_s": _prefill(measured) / 1e9,
+        "transfer_tail_s": _tail(measured) / 1e9,
+        "tail_from_last_group_s": (measured.published_ns - measured.last_group_ns) / 1e9,
+        "decode_in_the_way_s": measured.decode_in_the_way_ns / 1e9,
+        "kv_bytes": measured.kv_nbytes,
+        "groups": measured.groups,
+        "spans": measured.spans,
+        "imports": measured.imports,
+        "bytes_imported_before_prefill_end": measured.nbytes_before_final,
+        "last_group_bytes": measured.last_group_nbytes,
+        "logits_digest": result.ended.logits_digest,
+        "kv_digests": list(result.ended.kv_digests),
+    }
+
+
+def _ttft(measured: Measured) -> int:
+    return measured.first_token_ns - measured.submitted_ns
+
+
+def _prefill(measured: Measured) -> int:
+    return measured.source_final_ns - measured.prefill_begun_ns
+
+
+def _tail(measured: Measured) -> int:
+    return measured.published_ns - measured.source_final_ns
+
+
+def _ms(nanoseconds: int) -> str:
+    return f"{nanoseconds / 1e6:.1f} ms"
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB"

@@ -1,0 +1,335 @@
+"""Tiny instances of an owner, and every event that can reach one, legal or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, TypeAlias
+
+from headrace.geometry import Full, Kind, Layer, Manifest, Part
+from headrace.ids import AttemptId, Generation, ImportId, RequestId, SlotIndex, SourceId, Span
+from headrace.messages import Failed, Progress, Released, SourceFinal
+from headrace.plan import Plan, compile_plan
+from headrace.protocol.commands import Outcome, Publish, Reserve
+from headrace.protocol.owner import Limits
+from headrace.testing.ledger import Account, AttemptMessage, Ledger, Terms
+
+EPOCH = 7
+DIGEST = 0xD1
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One tiny owner, and which kinds of events it is walked with.
+
+    slots: of each source. depth: prefetch depth. spans: how a well-behaved source cuts the transfer
+    set. deadline: ticks from submission to a request's deadline, None = no deadline. malice: also
+    malformed, stale and misdirected messages, and misuse by the shell.
+    """
+
+    name: str
+    spans: tuple[Span, ...]
+    requests: int = 1
+    lanes: int = 1
+    slots: tuple[int, ...] = (1,)
+    depth: int = 0
+    num_tokens: int = 2
+    kinds: tuple[Kind, ...] = (Full(),)
+    chunk_nbytes: int = 1 << 20
+    budgets: tuple[int, ...] = (1,)
+    digest: bool = False
+    deadline: int | None = None
+    progress_timeout: int = 1
+    drain_timeout: int = 1
+    malice: bool = True
+    deaths: bool = True
+    cancels: bool = True
+    ticks: bool = True
+    device_faults: bool = False
+
+    @cached_property
+    def limits(self) -> Limits:
+        return Limits(
+            self.lanes,
+            self.num_tokens,
+            self.depth,
+            self.chunk_nbytes,
+            self.progress_timeout,
+            self.drain_timeout,
+        )
+
+    @cached_property
+    def terms(self) -> Terms:
+        return Terms(
+            self._layers,
+            self.num_tokens,
+            self.lanes,
+            self.depth,
+            self.digest,
+            self.chunk_nbytes,
+            self.progress_timeout,
+            self.drain_timeout,
+        )
+
+    @cached_property
+    def plan(self) -> Plan:
+        manifest = Manifest(
+            "decoder", "tiny", self._layers, ("token_major",), 2, "float32", self.num_tokens
+        )
+        return compile_plan(manifest, "token_major", self.num_tokens, self.num_tokens)
+
+    def plan_for(self, num_tokens: int) -> Plan:
+        """The plan of a prompt; every prompt of an instance has the same length."""
+        return self.plan
+
+    @property
+    def _layers(self) -> tuple[Layer, ...]:
+        parts = (Part("k", 1, 1, "uint8"), Part("v", 1, 1, "uint8"))
+        return tuple(Layer(at, f"layer{at}", kind, parts) for at, kind in enumerate(self.kinds))
+
+
+class Submit(NamedTuple):
+    """A caller brings a request."""
+
+
+class Tell(NamedTuple):
+    """A source says something; `good`: as the protocol has it."""
+
+    source: SourceId
+    message: AttemptMessage
+    good: bool
+
+
+class Begin(NamedTuple):
+    """The shell begins imports."""
+
+    budget_nbytes: int
+
+
+class Imported(NamedTuple):
+    """An import is over: fenced, or failed without a fence."""
+
+    import_id: ImportId
+    good: bool
+
+
+class Digested(NamedTuple):
+    """A digest was computed: the one that was sent, or another."""
+
+    import_id: ImportId
+    good: bool
+
+
+class Answer(NamedTuple):
+    """The decoder carried out a `Reserve` or a `Publish`, or failed to."""
+
+    command: Reserve | Publish
+    good: bool
+
+
+class Retire(NamedTuple):
+    """Nobody decodes the entry any more."""
+
+    request: RequestId
+
+
+class Cancel(NamedTuple):
+    """The caller wants no more."""
+
+    request: RequestId
+
+
+class Die(NamedTuple):
+    """A source is proven dead."""
+
+    source: SourceId
+
+
+class Tick(NamedTuple):
+    """Time passes, and the timer fires."""
+
+
+class Outrun(NamedTuple):
+    """A cancel comes before the shell has taken the commands of another event."""
+
+    first: Submit | Tell | Imported
+    cancel: Cancel
+
+
+class Misuse(NamedTuple):
+    """A call that the shell must not make; it raises and leaves no trace."""
+
+    call: Literal["import_done", "digest_checked", "published", "retire", "add_source"]
+    subject: ImportId | AttemptId | RequestId | SourceId
+
+
+Event: TypeAlias = (
+    Submit
+    | Tell
+    | Begin
+    | Imported
+    | Digested
+    | Answer
+    | Retire
+    | Cancel
+    | Die
+    | Tick
+    | Outrun
+    | Misuse
+)
+
+
+def is_good(event: Event) -> bool:
+    """Whether the event comes without a fault, a cancel or a deadline."""
+    match event:
+        case Tell(good=good) | Imported(good=good) | Digested(good=good) | Answer(good=good):
+            return good
+        case Submit() | Begin() | Retire():
+            return True
+        case _:
+            return False
+
+
+def events(
+    instance: Instance, ledger: Ledger, unanswered: tuple[Reserve | Publish, ...]
+) -> Iterator[Event]:
+    """Every event that can come now. A command's answer comes before anything else."""
+    if unanswered:
+        yield Answer(unanswered[0], good=True)
+        if instance.device_faults:
+            yield Answer(unanswered[0], good=False)
+        return
+    if len(ledger.accounts) < instance.requests:
+        yield Submit()
+        if instance.malice and instance.cancels:
+            yield Outrun(Submit(), Cancel(RequestId(EPOCH, len(ledger.accounts))))
+    for attempt, account in ledger.accounts.items():
+        yield from _events_of(instance, ledger, attempt, account)
+    for budget_nbytes in instance.budgets:
+        yield Begin(budget_nbytes)
+    for import_id, ticket in ledger.tickets.items():
+        for good in (True, False):
+            if ticket.check:
+                yield Digested(import_id, good)
+            elif good or instance.device_faults:
+                yield Imported(import_id, good)
+                if good and instance.malice and instance.cancels and not instance.digest:
+                    yield Outrun(Imported(import_id, good), Cancel(ticket.attempt.request))
+    for at in range(len(instance.slots)):
+        if instance.deaths and at not in ledger.dead:
+            yield Die(SourceId(at))
+    if instance.ticks:
+        yield Tick()
+    if instance.malice:
+        yield Misuse("import_done", ImportId(1 << 20))
+        yield Misuse("digest_checked", ImportId(1 << 20))
+        yield Misuse("add_source", SourceId(0))
+
+
+def _events_of(
+    instance: Instance, ledger: Ledger, attempt: AttemptId, account: Account
+) -> Iterator[Event]:
+    decided = account.outcome is not None
+    if instance.cancels:
+        yield Cancel(attempt.request)
+    if account.outcome is Outcome.PUBLISHED and not account.over:
+        yield Retire(attempt.request)
+    elif instance.malice and not account.over:
+        yield Misuse("retire", attempt.request)
+    if instance.malice and not account.over:
+        yield Misuse("published", attempt)
+    if account.place is None:
+        if instance.malice:
+            yield Tell(SourceId(0), _progress(attempt, 0, 0, instance.spans[:1]), good=False)
+            yield Tell(SourceId(0), Released(attempt, 0, 0), good=False)
+        return
+    source = account.place[0]
+    if source in ledger.dead:
+        return  # its channel is read dry before its death is told
+    for message, good in _messages(instance, ledger, attempt, account):
+        yield Tell(source, message, good)
+        if good and isinstance(message, SourceFinal) and instance.malice and instance.cancels:
+            yield Outrun(Tell(source, message, good), Cancel(attempt.request))
+    if instance.malice:
+        for message in _malformed(instance, attempt, account, decided):
+            yield Tell(source, message, good=False)
+        for other in range(len(instance.slots)):
+            if other != source and other not in ledger.dead:
+                _, index = account.place
+                for theirs in (
+                    _progress(attempt, index, account.generation, instance.spans[:1]),
+                    Released(attempt, index, account.generation),
+                ):
+                    yield Tell(SourceId(other), theirs, good=False)
+
+
+def _messages(
+    instance: Instance, ledger: Ledger, attempt: AttemptId, account: Account
+) -> Iterator[tuple[AttemptMessage, bool]]:
+    """What a source may say of its own lease; true where it would by the protocol."""
+    assert account.place is not None
+    (_, slot), generation = account.place, account.generation
+    writing = any(c.writer and c.holder == attempt for c in ledger.slots.values())
+    telling = writing and account.outcome is None and not account.final
+    digests = (DIGEST,) if instance.digest else ()
+    for span in instance.spans:
+        cells = ledger.terms.cells(span)
+        fresh = bool(cells) and not cells & account.told
+        if (telling and fresh) or instance.malice or not cells:
+            message = _progress(attempt, slot, generation, (span,), digests)
+            yield message, telling and fresh
+    complete = account.told == ledger.terms.transfer_set
+    if instance.malice or (telling and complete):
+        first: Literal["logits", "token"] = "token" if instance.digest else "logits"
+        final = SourceFinal(attempt, slot, generation, first, 5, 0, 0)
+        yield final, telling and complete
+    if instance.malice or telling:
+        yield Failed(attempt, slot, generation, "engine"), False
+    over = account.final or account.outcome is not None
+    if instance.malice or writing:
+        yield Released(attempt, slot, generation), writing and over
+
+
+def _malformed(
+    instance: Instance, attempt: AttemptId, account: Account, decided: bool
+) -> Iterator[AttemptMessage]:
+    """What no source may say: about this attempt's lease, or about another with its own."""
+    assert account.place is not None
+    (source, slot), generation = account.place, account.generation
+    layers, n = len(instance.kinds), instance.num_tokens
+    first = instance.spans[:1]
+    if not decided:
+        for span in (
+            Span(0, layers + 1, 0, n),
+            Span(0, layers, 0, n + 1),
+            Span(layers - 1, layers, n - 1, n - 1),
+            Span(0, layers, 0, n),  # legal, unless cells of it were told
+        ):
+            yield _progress(attempt, slot, generation, (span,))
+        yield _progress(attempt, slot, generation, (*instance.spans, *instance.spans[-1:]))
+        yield _progress(attempt, slot, generation, first, (DIGEST, DIGEST))
+    for stale in (generation - 1, generation + 1):
+        yield _progress(attempt, slot, stale, first)
+        yield Released(attempt, slot, stale)
+    for other in {index for index in range(instance.slots[source])} - {slot} | {99}:
+        yield _progress(attempt, other, generation, first)
+        yield SourceFinal(attempt, other, generation, "logits", 0, 0, 0)
+        yield Released(attempt, other, generation)
+    for unknown in (
+        AttemptId(EPOCH, 99, 1),
+        AttemptId(EPOCH, attempt.counter, 2),
+        AttemptId(EPOCH - 1, attempt.counter, 1),
+    ):
+        yield _progress(unknown, slot, generation, first)
+        yield Released(unknown, slot, generation)
+
+
+def _progress(
+    attempt: AttemptId,
+    slot: int,
+    generation: int,
+    spans: tuple[Span, ...],
+    digests: tuple[int, ...] = (),
+) -> Progress:
+    return Progress(attempt, SlotIndex(slot), Generation(generation), spans, digests, 0, 0)

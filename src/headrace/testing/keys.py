@@ -1,0 +1,174 @@
+"""When two states of an owner are the same: a canonical, hashable form of one.
+
+Left out is what can change nothing any more: counters of dropped messages, the numbers of imports
+(an import is known by what it carries), the cells of a hand-off that is decided, and the age of
+what has no deadline. Every attribute of the machines is named here, read or left out on purpose:
+`check_complete` raises when a machine has one that this module does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Final
+
+from headrace.coverage import Coverage
+from headrace.errors import LocalProtocolError
+from headrace.ids import ImportId
+from headrace.protocol.handoff import Handoff, HandoffState
+from headrace.protocol.owner import Owner
+from headrace.protocol.slots import Slot, SlotState
+from headrace.testing.ledger import Account, Ledger
+
+_OVER: Final = (HandoffState.PUBLISHED, HandoffState.DRAINING, HandoffState.ENDED)
+
+_OWNER: Final = frozenset(
+    "epoch limits dropped _lanes_quarantined _admission _sources _requests _imports _commands "
+    "_next_request _next_import".split()
+)
+_ADMISSION: Final = frozenset("lanes_free prefetch_depth _queue".split())
+_HANDOFF: Final = frozenset(
+    "state _name attempt num_tokens digest outcome has_storage source lease final token last_progress_ns "
+    "quarantine_reason _plan _claimed _landed _queue _flights _queued_nbytes".split()
+)
+_SLOT: Final = frozenset(
+    "state _name index generation holder writer_out readers draining_since_ns".split()
+)
+_COVERAGE: Final = frozenset("_windows _num_positions _have _open".split())
+
+
+def check_complete(owner: Owner) -> None:
+    """Raise LocalProtocolError if a machine has an attribute that `key_of` does not know."""
+    _same(owner, _OWNER)
+    _same(owner._admission, _ADMISSION)
+    for entry in owner._requests.values():
+        _same(entry.handoff, _HANDOFF)
+        _same(entry.handoff._claimed, _COVERAGE)
+    for source in owner._sources.values():
+        for slot in source.slots:
+            _same(slot, _SLOT)
+
+
+def key_of(owner: Owner, ledger: Ledger, now_ns: int) -> Hashable:
+    """The canonical form of an owner and of the ledger that watches it."""
+    return _owner_key(owner, now_ns), _ledger_key(ledger, now_ns)
+
+
+def _same(machine: object, known: frozenset[str]) -> None:
+    found = vars(machine).keys()
+    if found != known:
+        raise LocalProtocolError(f"{type(machine).__name__}: unknown {sorted(found ^ known)}")
+
+
+def _owner_key(owner: Owner, now_ns: int) -> Hashable:
+    carried: dict[ImportId, Hashable] = {}
+    for entry in owner._requests.values():
+        handoff = entry.handoff
+        for import_id, flight in handoff._flights.items():
+            record = owner._imports.get(import_id)
+            of = None if record is None else (record.handoff.attempt, record.expected)
+            span = flight.span_import
+            carried[import_id] = (
+                *(handoff.attempt.counter, flight.nbytes, flight.digest_check),
+                *(span.span, span.open_pieces if handoff.state not in _OVER else 0),
+                of,
+            )
+    handoffs = tuple(
+        (counter, _left(entry.deadline_ns, now_ns), _handoff_key(entry.handoff, owner, now_ns))
+        for (_, counter), entry in owner._requests.items()
+    )
+    sources = tuple(
+        (
+            source.dead,
+            source.running,
+            tuple(_slot_key(slot, carried, owner, now_ns) for slot in source.slots),
+        )
+        for source in owner._sources.values()
+    )
+    return (
+        handoffs,
+        sources,
+        tuple(sorted(map(repr, carried.values()))),
+        len(owner._imports),
+        owner._lanes_quarantined,
+        owner._admission.lanes_free,
+        tuple(handoff.attempt.counter for handoff in owner._admission._queue),
+        owner._next_request,
+        len(owner._commands),
+    )
+
+
+def _handoff_key(handoff: Handoff, owner: Owner, now_ns: int) -> Hashable:
+    facts = (
+        *(handoff.attempt, handoff.state._value_, handoff.has_storage, handoff.source),
+        *(handoff.lease, bool(handoff.quarantine_reason), handoff.outcome is None),
+    )
+    if handoff.state in _OVER:
+        return facts
+    age = 0
+    if handoff.lease is not None and not handoff.final:
+        age = min(now_ns - handoff.last_progress_ns, owner.limits.progress_timeout_ns)
+    queue = tuple(
+        (entry.span, entry.digest, entry.open_pieces, piece, nbytes)
+        for entry, piece, nbytes in handoff._queue
+    )
+    coverage = (_coverage_key(handoff._claimed), _coverage_key(handoff._landed))
+    return facts, handoff.final, handoff.token, age, queue, handoff._queued_nbytes, coverage
+
+
+def _coverage_key(coverage: Coverage) -> Hashable:
+    return tuple(coverage._have), coverage.complete
+
+
+def _slot_key(
+    slot: Slot, carried: Mapping[ImportId, Hashable], owner: Owner, now_ns: int
+) -> Hashable:
+    age = 0
+    if slot.state is SlotState.DRAINING:
+        age = min(now_ns - slot.draining_since_ns, owner.limits.drain_timeout_ns)
+    readers = sorted(repr(carried.get(reader)) for reader in slot.readers)
+    state = slot.state._value_
+    return state, slot.generation, slot.holder, slot.writer_out, tuple(readers), age
+
+
+def _ledger_key(ledger: Ledger, now_ns: int) -> Hashable:
+    accounts = tuple(_account_key(account, ledger, now_ns) for account in ledger.accounts.values())
+    tickets = sorted((t.attempt.counter, t.cells, t.check) for t in ledger.tickets.values())
+    slots = tuple(
+        (
+            slot.holder,
+            slot.generation,
+            slot.writer,
+            _tickets_of(slot.readers, ledger),
+            _age(slot.ended_ns, ledger.terms.drain_timeout_ns, now_ns),
+            slot.apart,
+        )
+        for slot in ledger.slots.values()
+    )
+    return accounts, slots, tuple(tickets), ledger.lanes_apart, frozenset(ledger.dead)
+
+
+def _account_key(account: Account, ledger: Ledger, now_ns: int) -> Hashable:
+    place = (account.place, account.generation, account.storage)
+    if account.outcome is not None:
+        return place, account.word, account.unsafe, account.flights
+    age = None
+    if account.place is not None and not account.final:
+        age = _age(account.since_ns, ledger.terms.progress_timeout_ns, now_ns)
+    return (
+        *(place, age, _left(account.deadline_ns, now_ns)),
+        *(account.told, account.asked, account.fenced, account.landed, account.digests),
+        *(account.final, account.token, account.flights, account.asked_to_publish),
+    )
+
+
+def _tickets_of(readers: set[ImportId], ledger: Ledger) -> Hashable:
+    tickets = (ledger.tickets.get(reader) for reader in readers)
+    return tuple(sorted(-1 if ticket is None else ticket.cells for ticket in tickets))
+
+
+def _age(since_ns: int | None, timeout_ns: int, now_ns: int) -> int:
+    return -1 if since_ns is None else min(now_ns - since_ns, timeout_ns)
+
+
+def _left(deadline_ns: int | None, now_ns: int) -> int:
+    return -1 if deadline_ns is None else max(0, deadline_ns - now_ns)

@@ -1,0 +1,36 @@
+"""Commands are plain facts: frozen, comparable, and all of them in the union."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import get_args
+
+import pytest
+
+from headrace.ids import AttemptId
+from headrace.protocol import commands
+from headrace.protocol.commands import Command, Free, Outcome, Reserve
+
+CLASSES = {c for _, c in inspect.getmembers(commands, dataclasses.is_dataclass)}
+
+
+def test_the_union_has_every_command() -> None:
+    assert set(get_args(Command)) == CLASSES
+
+
+@pytest.mark.parametrize("kind", sorted(CLASSES, key=str))
+def test_a_command_is_frozen_and_names_whom_it_is_about(kind: type) -> None:
+    fields = {field.name for field in dataclasses.fields(kind)}
+    assert fields & {"attempt", "request"}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Free(AttemptId(1, 2, 3)).attempt = AttemptId(1, 2, 4)  # type: ignore[misc]
+
+
+def test_equal_facts_are_equal_commands() -> None:
+    assert Reserve(AttemptId(1, 2, 3), 4) == Reserve(AttemptId(1, 2, 3), 4)
+    assert Free(AttemptId(1, 2, 3)) != Free(AttemptId(1, 2, 4))
+
+
+def test_a_hand_off_ends_in_one_of_three_ways() -> None:
+    assert [outcome.value for outcome in Outcome] == ["published", "failed", "cancelled"]
