@@ -1,4 +1,4 @@
-"""The command line: `headrace run | models | doctor`, and what a mistake comes to."""
+"""The command line: `headrace run | models | doctor | bench`, and what a mistake comes to."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 
 from cyclopts import App, CycloptsError
 
+from headrace.cli.bench import bench_app
 from headrace.cli.doctor import doctor
 from headrace.cli.models import models_app
 from headrace.cli.run import run
@@ -20,6 +21,7 @@ app = App(
 app.command(run)
 app.command(doctor)
 app.command(models_app)
+app.command(bench_app)
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130
 

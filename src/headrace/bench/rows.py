@@ -1,0 +1,109 @@
+"""Raw rows as JSON lines, the stamp that each run begins with, and medians with their spread."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headrace.version import VERSION
+
+PACKAGES = ("msgspec", "torch", "transformers", "numpy")
+
+
+class Spread(NamedTuple):
+    """A median with the 10th and 90th percentile and the number of samples."""
+
+    median: float
+    p10: float
+    p90: float
+    samples: int
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} [{self.p10:.3g}, {self.p90:.3g}] n={self.samples}"
+
+
+def spread(samples: Sequence[float]) -> Spread:
+    """Median, p10 and p90 of at least one sample."""
+    return Spread(
+        statistics.median(samples), percentile(samples, 10), percentile(samples, 90), len(samples)
+    )
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """The nearest-rank percentile."""
+    ordered = sorted(samples)
+    rank = max(0, min(len(ordered) - 1, round(percent / 100 * (len(ordered) - 1))))
+    return ordered[rank]
+
+
+def write_rows(path: Path | None, claim: str, rows: Iterable[dict[str, Any]]) -> None:
+    """Write the run's stamp and all its rows to `path`, replacing what was there."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"claim": claim, "stamp": stamp()}), *map(json.dumps, rows)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def stamp() -> dict[str, Any]:
+    """Commit, dirty flag, machine, versions and load of this moment."""
+    return {
+        "headrace": VERSION,
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "cpu": cpu_model(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "load": os.getloadavg(),
+    }
+
+
+def cpu_model() -> str:
+    """The CPU's own name, or the architecture where it has none."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def busy_share(seconds: float = 0.2) -> float:
+    """The share of all CPU time that was not idle during `seconds`: the run's own idle check."""
+    before = _cpu_ticks()
+    time.sleep(seconds)
+    after = _cpu_ticks()
+    total = sum(after) - sum(before)
+    idle = (after[3] + after[4]) - (before[3] + before[4])
+    return 1 - idle / total if total else 0.0
+
+
+def _cpu_ticks() -> list[int]:
+    with open("/proc/stat") as lines:
+        return [int(field) for field in lines.readline().split()[1:9]]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, check=False, timeout=10
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip()
