@@ -23,18 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from headrace.engine.capacity import MORE_MEMORY, available_nbytes, require_memory
 from headrace.errors import Closed, Refused, RemoteProtocolError
-
-MEMORY_MARGIN_NBYTES = 256 << 20
-"""Kept free beside what is asked for: page tables, sockets, the interpreters' own growth."""
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_MORE_MEMORY = "Free memory, raise the container's limit, or use fewer or smaller slots"
 
-_MEMINFO = Path("/proc/meminfo")
-_OWN_CGROUP = Path("/proc/self/cgroup")
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
 _KERNEL_MM = Path("/sys/kernel/mm/transparent_hugepage")
 _NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 
@@ -168,7 +162,7 @@ def _allocate(fd: int, nbytes: int, label: str) -> None:
     except OSError as error:
         raise Refused(
             f"{label}: needs {nbytes} bytes of shared memory, {available_nbytes()} bytes available "
-            f"({error.strerror}). {_MORE_MEMORY}"
+            f"({error.strerror}). {MORE_MEMORY}"
         ) from error
 
 
@@ -252,62 +246,6 @@ def _os_error() -> OSError:
 
 def _address_of(mapping: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-
-
-def require_memory(nbytes: int, what: str) -> None:
-    """Refuse `what` unless `nbytes` and MEMORY_MARGIN_NBYTES are available. Raises: Refused."""
-    available = available_nbytes()
-    if nbytes + MEMORY_MARGIN_NBYTES > available:
-        raise Refused(
-            f"{what}: needs {nbytes} bytes and a margin of {MEMORY_MARGIN_NBYTES}, "
-            f"{available} bytes available. {_MORE_MEMORY}"
-        )
-
-
-def available_nbytes() -> int:
-    """Bytes that can be allocated now: MemAvailable, or less where a cgroup (v1 or v2) allows less.
-
-    Raises: Refused when /proc/meminfo has no MemAvailable.
-    """
-    return min([_mem_available(), *_cgroup_headrooms()])
-
-
-def _mem_available() -> int:
-    for line in _MEMINFO.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise Refused(f"{_MEMINFO} has no MemAvailable: mount /proc, or use Linux 3.14 or newer")
-
-
-def _cgroup_headrooms() -> list[int]:
-    """Limit minus usage of each memory cgroup above this process, in bytes, where one is set."""
-    found: list[int] = []
-    for line in _OWN_CGROUP.read_text().splitlines() if _OWN_CGROUP.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, names = _CGROUP_ROOT, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root = _CGROUP_ROOT / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        # A container may be told a host's path that it has no directory for: skip those levels.
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        levels = [root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
-        found.extend(_headroom(level, *names) for level in levels if (level / names[0]).exists())
-    return [headroom for headroom in found if headroom >= 0]
-
-
-def _headroom(level: Path, limit_name: str, usage_name: str, inactive_name: str) -> int:
-    """Bytes below this cgroup's limit, cold page cache counted as free; -1 without a limit."""
-    limit = (level / limit_name).read_text().strip()
-    if limit == "max":
-        return -1
-    usage = int((level / usage_name).read_text())
-    stat = (line.split() for line in (level / "memory.stat").read_text().splitlines())
-    inactive = sum(int(value) for name, value in stat if name == inactive_name)
-    return max(0, int(limit) - max(0, usage - inactive))
 
 
 def memfd_supported() -> bool:

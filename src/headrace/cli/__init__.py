@@ -33,10 +33,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run_command(arguments: list[str]) -> int:
     """Run one command and return its exit status."""
+    spelled = ["--stdin" if argument == "-" else argument for argument in arguments]
     try:
-        status = app(
-            arguments, exit_on_error=False, print_error=False, result_action="return_value"
-        )
+        status = app(spelled, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as exc:
         return _complain(str(exc).splitlines()[0], MISTAKE)
     except (Refused, BackendUnavailable) as exc:

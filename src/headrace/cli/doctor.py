@@ -1,8 +1,6 @@
 """`headrace doctor`: what this machine has, what it lacks, and what to do about it.
 
-It changes nothing and never fails itself: a probe that raises becomes a line of the report. Torch
-and all that import it are tried in a child process with a deadline, since an import may crash, hang
-in a driver, or claim a device; package metadata alone would call a broken installation fine.
+It changes nothing and never fails itself: a probe that raises becomes a line of the report.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
@@ -31,13 +29,14 @@ from rich.text import Text
 from headrace import memory
 from headrace.backends.load import DECODERS, SOURCES
 from headrace.channel import socket_pair
-from headrace.engine import models
+from headrace.cli.imports import ImportResult, Imports
+from headrace.engine import capacity, models
+from headrace.engine.builtin import BUILTIN_MODELS
 from headrace.errors import HeadraceError
 from headrace.memory import MADV_POPULATE_WRITE, Slab
 from headrace.runtime.worker import MESSAGES_PER_ATTEMPT, _worst_progress_nbytes
 from headrace.version import VERSION
 
-IMPORTS_TIMEOUT_S: Final = 8.0
 SLAB_NBYTES: Final = 1 << 20
 
 Status: TypeAlias = Literal["ok", "note", "failed"]
@@ -75,14 +74,6 @@ class Report(Struct, frozen=True):
     cpu_path: bool
     verdict: str
     findings: tuple[Finding, ...]
-
-
-class ImportResult(Struct, frozen=True):
-    """What the child process says of one module; `error` is empty where its import went well."""
-
-    module: str
-    error: str = ""
-    facts: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -126,95 +117,6 @@ def examine() -> Report:
     return Report(VERSION, not missing, _verdict(missing, findings), tuple(findings))
 
 
-class Imports:
-    """What a child process could import; it is run once, when first asked for."""
-
-    def __init__(self) -> None:
-        self._results: dict[str, ImportResult] | None = None
-        self._end = ""
-
-    def result(self, module: str) -> ImportResult:
-        """How the import of `module` went, or why that is not known."""
-        if self._results is None:
-            self._results = self._run()
-        return self._results.get(module) or ImportResult(module, self._end)
-
-    def _run(self) -> dict[str, ImportResult]:
-        script = "import sys; from headrace.cli.doctor import tell_imports; tell_imports()"
-        try:
-            child = subprocess.run(
-                [sys.executable, "-c", script],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-                timeout=IMPORTS_TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired as exc:
-            self._end = (
-                f"not known: the imports took more than {IMPORTS_TIMEOUT_S:.0f} s; run doctor "
-                "again, since the first import reads from the disk"
-            )
-            told = exc.stdout or b""
-        else:
-            self._end = f"the process that imported it {_how_it_ended(child.returncode)}"
-            told = child.stdout
-        return {result.module: result for result in _results_in(told.splitlines())}
-
-
-def tell_imports() -> None:
-    """What the child process does: import one module after another and print how each went.
-
-    What needs msgspec alone comes first, so that it is told even if torch never returns.
-    """
-    backends = [spec.partition(":")[0] for spec in (*SOURCES.values(), *DECODERS.values())]
-    light = [name for name in backends if name.endswith((".replay", ".null"))]
-    heavy = [name for name in backends if name not in light]
-    for module in (*light, "torch", "cuda", "transformers", *heavy):
-        line = msgspec.json.encode(_import(module)).decode()
-        print(f"\n{line}", flush=True)  # a library's banner may have left an open line
-
-
-def _import(module: str) -> ImportResult:
-    try:
-        match module:
-            case "torch":
-                return ImportResult(module, facts=_torch_facts())
-            case "cuda":
-                return ImportResult(module, facts=_cuda_facts())
-        imported = import_module(module)
-    except Exception as exc:  # whatever a package raises at import is what there is to report
-        return ImportResult(module, f"{type(exc).__name__}: {_first_line(exc)}")
-    return ImportResult(module, facts={"version": str(getattr(imported, "__version__", VERSION))})
-
-
-def _torch_facts() -> dict[str, Any]:
-    import torch
-
-    return {"version": str(torch.__version__), "threads": torch.get_num_threads()}
-
-
-def _cuda_facts() -> dict[str, Any]:
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return {"devices": [torch.cuda.get_device_name(index) for index in range(count)]}
-
-
-def _results_in(lines: Iterable[bytes]) -> Iterator[ImportResult]:
-    for line in lines:
-        try:
-            yield msgspec.json.decode(line, type=ImportResult)
-        except msgspec.MsgspecError:
-            continue  # something that a library printed
-
-
-def _how_it_ended(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
-    return f"was ended by {signal.Signals(-status).name}"
-
-
 def _first_line(exc: BaseException) -> str:
     return (str(exc).strip() or "no reason given").splitlines()[0]
 
@@ -249,8 +151,12 @@ def _system() -> Finding:
         name = platform.freedesktop_os_release()["PRETTY_NAME"]
     except (OSError, KeyError):
         name = "a system without os-release"
-    status: Status = "ok" if platform.system() == "Linux" else "failed"
-    return Finding("system", status, f"{name}, {kernel}", facts={"kernel": platform.release()})
+    found, facts = f"{name}, {kernel}", {"kernel": platform.release()}
+    if platform.system() != "Linux":
+        return Finding(
+            "system", "failed", found, "use Linux: nothing else has sealed memfds", facts
+        )
+    return Finding("system", "ok", found, facts=facts)
 
 
 def _cpu() -> Finding:
@@ -266,14 +172,14 @@ def _cpu() -> Finding:
 
 
 def _memory() -> Finding:
-    total, available = _total_nbytes(), memory.available_nbytes()
+    total, available = _total_nbytes(), capacity.available_nbytes()
     limit = min(_cgroup_limits(), default=None)
     found = f"{decimal(available)} available of {decimal(total)}"
     if limit is not None:
         found += f", cgroup limit {decimal(limit)}"
     facts = {"available_nbytes": available, "total_nbytes": total, "cgroup_limit_nbytes": limit}
-    smallest = min(models.BUILTIN_MODELS.values(), key=lambda model: model.nbytes)
-    needed = 2 * smallest.nbytes + memory.MEMORY_MARGIN_NBYTES
+    smallest = min(BUILTIN_MODELS.values(), key=lambda model: model.nbytes)
+    needed = 2 * smallest.nbytes + capacity.MEMORY_MARGIN_NBYTES
     if available >= needed:
         return Finding("memory", "ok", found, facts=facts)
     advice = (
@@ -375,13 +281,13 @@ def _control_socket() -> Finding:
 def _python_probes(imports: Imports) -> list[Probe]:
     return [
         Probe("python", _python, "use Python 3.11 or newer"),
-        Probe("torch", lambda: _torch(imports), _INSTALL, needed=True),
-        Probe("transformers", lambda: _transformers(imports), _INSTALL, needed=True),
+        Probe("torch", partial(_torch, imports), _INSTALL, needed=True),
+        Probe("transformers", partial(_transformers, imports), _INSTALL, needed=True),
     ]
 
 
 def _python() -> Finding:
-    versions = {"python": platform.python_version(), "msgspec": version("msgspec")}
+    versions = {"python": platform.python_version(), "msgspec": msgspec.__version__}
     found = f"{versions['python']} ({sys.executable}), msgspec {versions['msgspec']}"
     return Finding("python", "ok", found, facts=versions)
 
@@ -391,8 +297,8 @@ def _torch(imports: Imports) -> Finding:
     if torch.error:
         return _not_imported("torch", torch)
     cuda = imports.result("cuda")
-    devices = cuda.facts.get("devices", [])
-    seen = cuda.error and f"CUDA: {cuda.error}" or ", ".join(devices) or "no CUDA device"
+    devices: list[str] = cuda.facts.get("devices", [])
+    seen = f"CUDA {cuda.error}" if cuda.error else ", ".join(devices) or "no CUDA device"
     found = f"{torch.facts['version']}, {torch.facts['threads']} threads, {seen}"
     return Finding("torch", "ok", found, facts={**torch.facts, "cuda": devices})
 
@@ -420,7 +326,7 @@ def _backend_probes(imports: Imports) -> list[Probe]:
     return [
         Probe(
             f"{role} {name}",
-            lambda role=role, name=name, spec=spec: _backend(imports, f"{role} {name}", spec),  # type: ignore[misc]
+            partial(_backend, imports, f"{role} {name}", spec),
             _INSTALL,
             needed=(role, name) in (("source", "torch"), ("decoder", "cpu")),
         )
@@ -443,7 +349,7 @@ def _models() -> Finding:
     facts = {"pulled": pulled, "cache": str(root)}
     if pulled:
         return Finding("models", "ok", f"{', '.join(pulled)} in {root}", facts=facts)
-    smallest = min(models.BUILTIN_MODELS.values(), key=lambda model: model.nbytes).name
+    smallest = min(BUILTIN_MODELS.values(), key=lambda model: model.nbytes).name
     return Finding(
         "models", "note", f"none pulled in {root}", f"run: headrace models pull {smallest}", facts
     )
@@ -462,7 +368,7 @@ def _print(report: Report) -> None:
     for finding in report.findings:
         mark, style = _MARKS[finding.status]
         line = Text.assemble(f"{finding.name:<{width}}  ", (f"{mark:<6}", style), "  ")
-        console.print(line.append(finding.found), soft_wrap=True, highlight=False)
+        console.print(line.append(finding.found), soft_wrap=True)
         if finding.advice:
-            console.print(" " * (width + 10) + finding.advice, soft_wrap=True, highlight=False)
+            console.print(Text(" " * (width + 10) + finding.advice), soft_wrap=True)
     console.print(Text(report.verdict, "bold green" if report.cpu_path else "bold red"))

@@ -12,21 +12,29 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Final, NamedTuple, Self
+from typing import Annotated, Final, NamedTuple, Self
 
 from cyclopts import App, Parameter
 from rich import box
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.prompt import Confirm
 from rich.table import Table
 
 from headrace.engine import models as store
 from headrace.engine.builtin import BUILTIN_MODELS
 from headrace.engine.checkpoint import fingerprint
 from headrace.errors import Refused
-from headrace.geometry import Kind, Layer, Manifest, Part, Shared, Sliding, check_manifest, kind_name
+from headrace.geometry import (
+    Kind,
+    Layer,
+    Manifest,
+    Part,
+    Shared,
+    Sliding,
+    check_manifest,
+    kind_name,
+)
 from headrace.plan import live_window, slot_layout
 
 DEFAULT_CONTEXT: Final = 2048
@@ -40,7 +48,11 @@ _STAGES: Final[dict[str, str]] = {
     "convert": "converting",
 }
 
-models_app = App(name="models", help="List and pull built-in models; show any model's KV cache.")
+models_app = App(
+    name="models",
+    help="List and pull built-in models; show any model's KV cache.",
+    version_flags=[],
+)
 
 
 class CacheGroup(NamedTuple):
@@ -102,6 +114,7 @@ def list_models() -> None:
 @models_app.command
 def pull(
     name: str,
+    /,
     *,
     accept_license: Annotated[
         bool, Parameter(negative="", help="Accept the model's terms without being asked.")
@@ -132,6 +145,7 @@ def show(
     name_or_path: Annotated[
         str, Parameter(help="A built-in name, a directory, a .gguf file or organisation/name.")
     ],
+    /,
     *,
     context: Annotated[
         int | None,
@@ -167,9 +181,12 @@ class PullProgress:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self._tasks:
-            self._begin(stage)
+            self._begin(stage, total)
         self._bars.update(
-            self._tasks[stage], completed=done, total=total or None, amount=_amount(stage, total)
+            self._tasks[stage],
+            completed=done,
+            total=total or None,
+            amount=f"{_amount(stage, done)} of {_amount(stage, total)}" if total else "",
         )
 
     def ask(self, terms: str) -> bool:
@@ -177,21 +194,20 @@ class PullProgress:
         self._bars.stop()
         self._console.print(terms, markup=False, highlight=False)
         try:
-            accepted = Confirm.ask(
-                "Do you accept these terms?", default=False, console=self._console
-            )
+            answer = self._console.input("Do you accept these terms? (y/N) ", markup=False)
         except EOFError:
             return False
         self._bars.start()
-        return accepted
+        return answer.strip().lower() in ("y", "yes")
 
-    def _begin(self, stage: str) -> None:
+    def _begin(self, stage: str, total: int) -> None:
         if "wait" in self._tasks:  # it counts nothing, so that only the next stage ends its bar
             self._bars.update(self._tasks["wait"], completed=1, total=1)
         text = _STAGES.get(stage, stage)
         self._tasks[stage] = self._bars.add_task(text, total=None, amount="")
         if not self._console.is_terminal:
-            self._console.print(f"{text} ...", highlight=False)
+            size = f" {_amount(stage, total)}" if total else ""
+            self._console.print(f"{text}{size} ...", highlight=False)
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -213,23 +229,31 @@ def read_model(name_or_path: str, *, context: int | None, dtype: str) -> ShownMo
         Refused: there is no such model, its cache is not supported, or the context or dtype is
             none that it can have.
     """
+    # As in every process of ours: a vendor's plug-in must not claim its device for reading a file.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    try:
+        from headrace.engine.layers import LAYOUTS, geometry
+        from headrace.engine.loading import load_config
+        from headrace.engine.tensors import DTYPES
+    except ModuleNotFoundError as exc:
+        raise Refused(
+            f"models show reads a config with transformers, and {exc.name} is not installed here: "
+            "run pip install 'headrace[cpu]'",
+            field="model",
+        ) from exc
+    if dtype not in DTYPES:
+        raise Refused(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}", field="dtype")
     directory = _locate(name_or_path)
-    engine = _engine()
-    if dtype not in engine.dtypes:
-        known = ", ".join(engine.dtypes)
-        raise Refused(f"dtype {dtype!r} is unknown; use one of {known}", field="dtype")
-    config = engine.load_config(directory)
+    config = load_config(directory)
     most = getattr(config, "max_position_embeddings", None)
     positions = _context(context, most)
-    if getattr(config, "vocab_size", None) is None:
-        raise Refused(f"{name_or_path} ({config.model_type}) has no vocabulary", field="model")
     try:
         manifest = Manifest(
             role="decoder",
             model=fingerprint(directory) if any(directory.glob("*.safetensors")) else "",
-            layers=engine.geometry(config, "decoder", dtype, positions),
-            layouts=engine.layouts["decoder"],
-            vocab_size=int(config.vocab_size),
+            layers=geometry(config, "decoder", dtype, positions),
+            layouts=LAYOUTS["decoder"],
+            vocab_size=getattr(config, "vocab_size", None) or 0,  # 0 is refused by name
             logits_dtype="float32",
             max_positions=positions,
         )
@@ -257,32 +281,6 @@ def compact(numbers: Iterable[int]) -> str:
         else:
             runs.append((number, number))
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-@dataclass(frozen=True)
-class _Engine:
-    """What is needed of the files that import torch and transformers."""
-
-    load_config: Any
-    geometry: Any
-    layouts: Any
-    dtypes: Sequence[str]
-
-
-def _engine() -> _Engine:
-    # As in every process of ours: a vendor's plug-in must not claim its device for reading a file.
-    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    try:
-        from headrace.engine.layers import LAYOUTS, geometry
-        from headrace.engine.loading import load_config
-        from headrace.engine.tensors import DTYPES
-    except ModuleNotFoundError as exc:
-        raise Refused(
-            f"models show reads a model's config with transformers, and {exc.name} is not "
-            "installed here: run pip install 'headrace[cpu]'",
-            field="model",
-        ) from exc
-    return _Engine(load_config, geometry, LAYOUTS, tuple(DTYPES))
 
 
 def _locate(name_or_path: str) -> Path:
@@ -394,12 +392,8 @@ def _totals(model: ShownModel, groups: Sequence[CacheGroup]) -> Iterator[str]:
     )
 
 
-def _amount(stage: str, total: int) -> str:
-    if not total:
-        return ""
-    if stage == "convert":
-        return f"{total} steps"
-    return decimal(total)
+def _amount(stage: str, count: int) -> str:
+    return f"{count} steps" if stage == "convert" else decimal(count)
 
 
 def _stdout() -> Console:

@@ -64,7 +64,8 @@ def print_result(console: Console, result: RouteResult) -> None:
     console.print(
         f"[dim]{len(result.tokens)} tokens  TTFT {_ms(_ttft(measured))}  prefill "
         f"{_ms(_prefill(measured))}  transfer tail {_ms(_tail(measured))}  KV "
-        f"{_mb(measured.kv_nbytes)} in {measured.spans} spans[/dim]"
+        f"{_mb(measured.kv_nbytes)} in {measured.spans} spans[/dim]",
+        soft_wrap=True,
     )
 
 

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from cyclopts import Parameter
@@ -89,16 +89,20 @@ class RunOptions:
 
 
 def run(
-    dash: Annotated[Literal["-"] | None, Parameter(allow_leading_hyphen=True, show=False)] = None,
-    /,
     *,
+    stdin: bool = False,
     options: Annotated[RunOptions, Parameter(name="*")] = RunOptions(),
 ) -> int:
     """Prefill a prompt in a source process, hand its KV cache over, and decode.
 
-    The prompt comes from --prompt, from --prompt-file, or from standard input with `-`.
+    The prompt comes from --prompt, from --prompt-file, or from standard input with --stdin or `-`.
+
+    Parameters
+    ----------
+    stdin
+        Read the prompt from standard input; a lone `-` means the same.
     """
-    text = _prompt_text(options, from_stdin=dash == "-")
+    text = _prompt_text(options, from_stdin=stdin)
     _check(options)
     configure(options.log_level, as_json=options.log_json)
     codec, directory = _codec(options)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 
+from headrace.engine.capacity import require_memory
 from headrace.errors import DeviceError
 from headrace.plan import Region
 
@@ -20,7 +21,9 @@ _PAGE = mmap.PAGESIZE
 class HostMemory:
     """Private, zeroed, pre-faulted memory of `nbytes`; it lives as long as a view of it does."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, what: str = "host memory") -> None:
+        """Raises Refused when there is not that much, DeviceError when the kernel refuses."""
+        require_memory(nbytes, what)
         try:
             self._mapping = mmap.mmap(
                 -1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
