@@ -248,6 +248,19 @@ def _address_of(mapping: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
+def memfd_with(payload: bytes | memoryview, label: str = "headrace-payload") -> int:
+    """A new memfd's descriptor that holds `payload`, to be passed and closed. Raises: Refused."""
+    fd = _memfd(label)
+    try:
+        view = memoryview(payload).cast("B")
+        while view:
+            view = view[os.write(fd, view) :]
+    except OSError as error:
+        os.close(fd)
+        raise Refused(f"{label}: cannot be written ({error.strerror}). {MORE_MEMORY}") from error
+    return fd
+
+
 def memfd_supported() -> bool:
     """Whether this kernel and this Python give sealable memfds."""
     try:

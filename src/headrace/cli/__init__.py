@@ -17,6 +17,7 @@ app = App(
     name="headrace",
     help="Stream the KV cache of a request into a decoder while its prefill is still running.",
     version=VERSION,
+    suppress_keyboard_interrupt=False,
 )
 app.command(run)
 app.command(doctor)

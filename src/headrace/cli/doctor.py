@@ -34,7 +34,7 @@ from headrace.engine import capacity, models
 from headrace.engine.builtin import BUILTIN_MODELS
 from headrace.errors import HeadraceError
 from headrace.memory import MADV_POPULATE_WRITE, Slab
-from headrace.runtime.worker import MESSAGES_PER_ATTEMPT, _worst_progress_nbytes
+from headrace.runtime.worker import MESSAGES_PER_ATTEMPT, worst_progress_nbytes
 from headrace.version import VERSION
 
 SLAB_NBYTES: Final = 1 << 20
@@ -270,7 +270,7 @@ def _pidfd() -> Finding:
 
 
 def _control_socket() -> Finding:
-    nbytes = _worst_progress_nbytes()
+    nbytes = worst_progress_nbytes()
     for end in socket_pair(MESSAGES_PER_ATTEMPT, nbytes):
         end.close()
     found = f"SEQPACKET queues an attempt's {MESSAGES_PER_ATTEMPT} messages of {nbytes} bytes"

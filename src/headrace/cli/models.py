@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from headrace.engine import models as store
 from headrace.engine.builtin import BUILTIN_MODELS
@@ -194,7 +195,7 @@ class PullProgress:
         self._bars.stop()
         self._console.print(terms, markup=False, highlight=False)
         try:
-            answer = self._console.input("Do you accept these terms? (y/N) ", markup=False)
+            answer = self._console.input(Text("Do you accept these terms? (y/N) "))
         except EOFError:
             return False
         self._bars.start()

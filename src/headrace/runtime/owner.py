@@ -8,6 +8,7 @@ the machine decides.
 from __future__ import annotations
 
 import itertools
+import logging
 import selectors
 import time
 from collections import deque
@@ -25,8 +26,17 @@ from headrace.errors import (
     RemoteProtocolError,
     WouldBlock,
 )
+from headrace.geometry import Manifest
 from headrace.ids import AttemptId, ImportId, SourceId, Span
-from headrace.messages import Cancel, Failed, Prefill, Progress, Released, SourceFinal
+from headrace.messages import (
+    MAX_TEXT,
+    Cancel,
+    Failed,
+    Prefill,
+    Progress,
+    Released,
+    SourceFinal,
+)
 from headrace.plan import Plan, compile_plan
 from headrace.protocol.commands import (
     CheckDigest,
@@ -41,7 +51,7 @@ from headrace.protocol.commands import (
     StartImport,
     StartPrefill,
 )
-from headrace.protocol.owner import Limits, Owner
+from headrace.protocol.owner import AttemptMessage, Limits, Owner
 from headrace.runtime.active import Active
 from headrace.runtime.digest import crc32
 from headrace.runtime.requests import Request, RequestOptions
@@ -51,6 +61,10 @@ IDLE_BUDGET_NBYTES = 64 << 20  # imported in one turn when nobody decodes
 SHARED_BUDGET_NBYTES = 8 << 20  # imported in one turn between two decode steps
 
 MAX_FLIGHTS = 64  # imports begun and not fenced, on a device that copies by itself
+
+HANG_UP_GRACE_S = 0.2  # from the end of a source's channel to its death, in a process that ends
+
+_log = logging.getLogger("headrace.owner")
 
 _epochs = itertools.count(time.time_ns())
 
@@ -107,6 +121,7 @@ class DecoderOwner:
         self._selector = selectors.DefaultSelector()
         self._failures: list[tuple[AttemptId, str]] = []
         self._plans: dict[SourceId, Callable[[int], Plan]] = {}
+        self._granted: dict[SourceId, StartPrefill] = {}  # the last grant of each
 
     # What a caller does.
 
@@ -160,7 +175,7 @@ class DecoderOwner:
         deadline_ns = None
         if options.deadline_s is not None:
             deadline_ns = now_ns + int(options.deadline_s * 1e9)
-        request_id = self._machine.submit(len(tokens), now_ns, deadline_ns)
+        request_id = self._machine.submit(len(tokens), now_ns, deadline_ns, digest=options.digest)
         request = Request(request_id, len(tokens), options, on_token, on_progress)
         attempt = AttemptId(*request_id, 1)
         self._active[attempt] = Active(attempt, request, tokens)
@@ -255,20 +270,51 @@ class DecoderOwner:
             except WouldBlock:
                 return
             except PeerDied:
-                self.unwatch(handle.channel_fd)  # the pidfd will prove the death
+                self._hung_up(handle)
                 return
-            except RemoteProtocolError:
+            except RemoteProtocolError as exc:
                 self._machine.dropped["undecodable"] += 1
-                handle.kill()  # its stream of messages can no longer be trusted
-                return
+                self._fail_running(source, str(exc))
+                continue
             if not isinstance(message, Progress | SourceFinal | Failed | Released):
                 self._machine.dropped["unexpected"] += 1
                 continue
-            active = self._active.get(message.attempt)
-            self._machine.message(source, message, time.monotonic_ns())
-            if active is not None:
-                active.heard(message)
-            self._run_commands()
+            if isinstance(message, SourceFinal):
+                message = self._checked_final(handle.manifest, message)
+            self._tell(source, message)
+
+    def _tell(self, source: SourceId, message: AttemptMessage) -> None:
+        active = self._active.get(message.attempt)
+        dropped = self._machine.dropped.total()
+        self._machine.message(source, message, time.monotonic_ns())
+        if active is not None and self._machine.dropped.total() == dropped:
+            active.heard(message)  # only now: what was refused may hold anything
+        self._run_commands()
+
+    def _fail_running(self, source: SourceId, reason: str) -> None:
+        """What names no attempt is the running one's fault; the source itself lives on."""
+        granted = self._granted.get(source)
+        if granted is not None:
+            identity = granted.attempt, granted.slot, granted.generation
+            self._tell(source, Failed(*identity, reason[:MAX_TEXT]))
+
+    def _checked_final(self, manifest: Manifest, final: SourceFinal) -> SourceFinal | Failed:
+        """The final, or a failure if it is not what the source's manifest promised."""
+        if final.first == manifest.first and final.token < manifest.vocab_size:
+            return final
+        self._machine.dropped["malformed"] += 1
+        reason = (
+            f"a final of {final.first} {final.token}, the source's manifest has {manifest.first} "
+            f"and {manifest.vocab_size} ids"
+        )
+        return Failed(final.attempt, final.slot, final.generation, reason)
+
+    def _hung_up(self, handle: SourceHandle) -> None:
+        """The channel ended. That is no proof of death: one that lives on has to be ended."""
+        if handle.channel_fd in self._selector.get_map():
+            self.unwatch(handle.channel_fd)
+            if not handle.wait(HANG_UP_GRACE_S):
+                handle.kill()  # it can take no prompt and give no lease back any more
 
     def _bury(self, source: SourceId) -> None:
         handle = self._handles[source]
@@ -277,7 +323,8 @@ class DecoderOwner:
         self.unwatch(handle.death_fd)
         self._receive(source)  # what it said before it died still counts
         if handle.channel_fd in self._selector.get_map():
-            self.unwatch(handle.channel_fd)
+            self.unwatch(handle.channel_fd)  # a process that it forked may hold the other end
+        _log.info("%s", handle.exit_text())
         self._machine.source_died(source, handle.exit_text(), time.monotonic_ns())
         self._run_commands()
 
@@ -326,12 +373,14 @@ class DecoderOwner:
 
     def _start_prefill(self, command: StartPrefill) -> None:
         active = self._active[command.attempt]
+        self._granted[command.source] = command
         handle = self._handles[command.source]
         plan = active.plan = self._plans[command.source](active.request.num_tokens)
         slot = handle.slot(command.slot)
         prompt = active.prompt_bytes()
         slot[plan.slot.prompt_offset : plan.slot.prompt_offset + len(prompt)] = prompt
         options = active.request.options
+        _log.debug("prefill granted: %s, slot %d", command.attempt, command.slot)
         self._send(
             command.source,
             Prefill(
@@ -411,6 +460,7 @@ class DecoderOwner:
             self._machine.device_failed(command.attempt, str(exc), time.monotonic_ns())
             return
         active.published(entry)
+        _log.debug("published: %s", command.attempt)
         self._machine.published(command.attempt, time.monotonic_ns())
         self._begin_decode(active, command.token, logits)
 
@@ -422,8 +472,12 @@ class DecoderOwner:
             active.end("finished", "")
             return
         last = request.options.max_tokens == 0
-        if not last:
-            last = active.take(active.choose(logits) if token is None else token)
+        try:
+            if not last:
+                last = active.take(active.choose(logits) if token is None else token)
+        except DeviceError as exc:  # the source's row of logits holds no choice
+            self._finish(active, "failed", str(exc))
+            return
         if request.options.audit:
             active.audit(self._decoder)
         if last:
@@ -458,6 +512,7 @@ class DecoderOwner:
         attempt = AttemptId(*command.request, 1)
         active = self._active[attempt]
         if command.outcome is not Outcome.PUBLISHED:
+            _log.info("%s %s: %s", attempt, command.outcome.value, command.reason)
             active.end(command.outcome.value, command.reason)
             if active.held is None:
                 del self._active[attempt]
@@ -473,6 +528,10 @@ class DecoderOwner:
                 f"max_tokens is {options.max_tokens} and this decoder cannot decode; give 0 or 1",
                 field="max_tokens",
             )
+        if options.max_tokens > 0:
+            from headrace.engine.sampling import check_sampling  # as where tokens are chosen
+
+            check_sampling(options.sampling)
         reach = len(tokens) + max(options.max_tokens - 1, 0)
         if reach > self.context:
             raise Refused(

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 from headrace.backends.base import Entry
 from headrace.errors import Refused
-from headrace.geometry import Emission, Manifest
+from headrace.geometry import MAX_POSITIONS, Emission, Manifest
 from headrace.ids import RequestId, Span
 from headrace.messages import Interval, Measured, Route, Sampling
 
 ROUTES = ("whole", "chunked", "streamed")
+EMISSIONS = ("layers", "cache_groups")
+MAX_DEADLINE_S = 1e9  # 30 years; beyond it, ns no longer fit the clock's arithmetic
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,22 @@ class RequestOptions:
         if self.route not in ROUTES:
             raise Refused(f"route {self.route!r} is not one of {', '.join(ROUTES)}", field="route")
         for name in ("group_layers", "chunk", "prefill_chunk", "max_tokens"):
-            if getattr(self, name) < (1 if name == "group_layers" else 0):
-                raise Refused(f"{name} is {getattr(self, name)}; it is a count", field=name)
+            value, least = getattr(self, name), 1 if name == "group_layers" else 0
+            if type(value) is not int or not least <= value < MAX_POSITIONS:
+                raise Refused(
+                    f"{name} is {value!r}; it is a count from {least} to {MAX_POSITIONS - 1}",
+                    field=name,
+                )
+        if self.emission not in EMISSIONS:
+            raise Refused(
+                f"emission {self.emission!r} is not one of {', '.join(EMISSIONS)}",
+                field="emission",
+            )
+        if self.deadline_s is not None and not -MAX_DEADLINE_S <= self.deadline_s <= MAX_DEADLINE_S:
+            raise Refused(
+                f"deadline_s is {self.deadline_s}; it is at most {MAX_DEADLINE_S}",
+                field="deadline_s",
+            )
         if self.route != "whole" and not source.emits:
             raise Refused(
                 f"this source gives whole results only and cannot serve route {self.route!r}",

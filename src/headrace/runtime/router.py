@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ import msgspec
 
 from headrace.channel import Channel, socket_pair
 from headrace.errors import HeadraceError, PeerDied, Refused, RemoteProtocolError, WouldBlock
+from headrace.memory import memfd_with
 from headrace.messages import (
     Down,
     Ended,
@@ -57,6 +59,7 @@ class OwnerClient:
         self._channel: Channel[ToOwner, FromOwner] | None = None
         self._child: ChildProcess | None = None
         self._next_label = 0
+        self._inbox: dict[int, deque[FromOwner]] = {}  # ends with each request's `Ended`
 
     def start(self) -> Up:
         """Spawn the owner and wait until it and its source can serve.
@@ -106,11 +109,8 @@ class OwnerClient:
             options.trace,
             None if deadline_s is None else int(deadline_s * 1e9),
         )
-        fd = os.memfd_create("headrace-prompt")
+        fd = memfd_with(memoryview(array("I", tokens)), "headrace-prompt")
         try:
-            view = memoryview(array("I", tokens)).cast("B")
-            while view:
-                view = view[os.write(fd, view) :]
             self._send(message, [fd])
         finally:
             os.close(fd)
@@ -126,15 +126,16 @@ class OwnerClient:
         lanes: dict[str, list[Interval]] = {"source": [], "owner": []}
         stopped = False
         while True:
-            message = self._next()
-            if isinstance(message, Token) and message.label == label and not stopped:
+            message = self._next_of(label)
+            if isinstance(message, Token) and not stopped:
                 tokens.append(message.token)
                 if on_token is not None and on_token(message.token):
                     stopped = True
                     self.withdraw(label)
-            elif isinstance(message, Events) and message.label == label:
+            elif isinstance(message, Events):
                 lanes[message.lane] += message.intervals
-            elif isinstance(message, Ended) and message.label == label:
+            elif isinstance(message, Ended):
+                del self._inbox[label]
                 return RouteResult(tokens, message, lanes["source"], lanes["owner"])
 
     def close(self, grace_s: float = 10.0) -> None:
@@ -153,6 +154,15 @@ class OwnerClient:
         if self._channel is None:
             raise PeerDied("the owner was not started")
         self._channel.send(message, fds)
+
+    def _next_of(self, label: int) -> FromOwner:
+        """The next message of a request; what comes of others is kept for whoever asks for them."""
+        inbox = self._inbox.setdefault(label, deque())
+        while not inbox:
+            message = self._next()
+            if isinstance(message, Token | Events | Ended):
+                self._inbox.setdefault(message.label, deque()).append(message)
+        return inbox.popleft()
 
     def _next(self) -> FromOwner:
         if self._channel is None or self._child is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -129,6 +130,7 @@ class SourceProcess:
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 orderly, 1 refused or failed; the reason was told to the owner."""
     die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the owner decides
     parser = argparse.ArgumentParser(prog="headrace.runtime.source_main")
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--engine", required=True)

@@ -6,6 +6,7 @@ The class that a caller without an owner uses, `SubprocessPrefillWorker`, is bui
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -90,7 +91,7 @@ class SourceHandle:
         Raises:
             Refused: the interpreter is missing, or socket buffers are too small.
         """
-        ours, theirs = socket_pair(MESSAGES_PER_ATTEMPT, _worst_progress_nbytes())
+        ours, theirs = socket_pair(MESSAGES_PER_ATTEMPT, worst_progress_nbytes())
         try:
             self._child = ChildProcess.spawn(
                 SOURCE_MODULE,
@@ -161,6 +162,8 @@ class SourceHandle:
         """The next message; raises WouldBlock, PeerDied or RemoteProtocolError."""
         message, descriptors = self._open_channel().receive()
         if descriptors:
+            for fd in descriptors:
+                os.close(fd)
             raise RemoteProtocolError("a source sends no descriptors")
         return message
 
@@ -180,6 +183,10 @@ class SourceHandle:
     def died(self) -> bool:
         """Whether the process is proven gone."""
         return self._open_child().died()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` seconds for the process's death; True when it is gone."""
+        return self._open_child().wait(timeout_s)
 
     def exit_text(self) -> str:
         """How it ended, for a reason."""
@@ -248,7 +255,7 @@ class SourceHandle:
         return self._slab
 
 
-def _worst_progress_nbytes() -> int:
+def worst_progress_nbytes() -> int:
     """Bytes of the largest progress message that a source may send."""
     big = (1 << 32) - 1
     attempt = AttemptId(2**63 - 1, 2**63 - 1, big)
