@@ -235,7 +235,8 @@ class Events(_Message, frozen=True, tag="events"):
 class Measured(_Message, frozen=True, tag="measured"):
     """What one request took, in ns of the host's CLOCK_MONOTONIC and in bytes.
 
-    tail_from_group_ns is the transfer tail counted from the end of the last layer group.
+    last_group_ns: when the last layer group lay in the slot. decode_in_the_way_ns: decode steps of
+    others between the source-final time and publishing.
     """
 
     submitted_ns: Count

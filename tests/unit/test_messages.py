@@ -106,9 +106,9 @@ def named(value: object) -> str:
     return type(value).__name__ if isinstance(value, msgspec.Struct) else ""
 
 
-def raw(message: Message) -> list[Any]:
+def raw(message: msgspec.Struct) -> list[Any]:
     """The array that a message is on the wire."""
-    out: list[Any] = msgspec.msgpack.decode(encode(message))
+    out: list[Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
     return out
 
 
@@ -140,29 +140,29 @@ def test_every_message_comes_back_as_it_was_sent(decode: Decode, message: Messag
     assert type(back) is type(message)
 
 
-@pytest.mark.parametrize(("decode", "message"), SENT, ids=named)
-def test_a_message_of_another_direction_is_refused(decode: Decode, message: Message) -> None:
-    if isinstance(message, Shutdown):
-        return  # told to sources and to owners alike
-    for other in EXAMPLES:
-        if other is not decode:
-            with pytest.raises(RemoteProtocolError, match="undecodable message of"):
-                other(encode(message))
+def test_a_message_of_another_direction_is_refused() -> None:
+    for decode, message in SENT:
+        if isinstance(message, Shutdown):
+            continue  # told to sources and to owners alike
+        for other in EXAMPLES:
+            if other is not decode:
+                with pytest.raises(RemoteProtocolError, match="undecodable message of"):
+                    other(encode(message))
 
 
-@pytest.mark.parametrize(("decode", "message"), SENT, ids=named)
-def test_a_message_with_an_element_more_is_refused(decode: Decode, message: Message) -> None:
-    assert refused(decode, [*raw(message), 0])
+def test_a_message_with_an_element_more_is_refused() -> None:
+    for decode, message in SENT:
+        assert refused(decode, [*raw(message), 0])
 
 
-@pytest.mark.parametrize(("decode", "message"), SENT, ids=named)
-def test_a_truncated_message_is_refused(decode: Decode, message: Message) -> None:
-    payload = encode(message)
-    for at in range(len(payload)):
+def test_a_truncated_message_is_refused() -> None:
+    for decode, message in SENT:
+        payload = encode(message)
+        for at in range(len(payload)):
+            with pytest.raises(RemoteProtocolError):
+                decode(payload[:at])
         with pytest.raises(RemoteProtocolError):
-            decode(payload[:at])
-    with pytest.raises(RemoteProtocolError):
-        decode(payload + b"\0")
+            decode(payload + b"\0")
 
 
 @pytest.mark.parametrize(("decode", "message"), SENT, ids=named)

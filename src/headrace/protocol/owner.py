@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, assert_never
 
 from headrace.errors import LocalProtocolError, Refused, RemoteProtocolError
 from headrace.ids import AttemptId, ImportId, RequestId, SlotIndex, SourceId
@@ -179,9 +179,11 @@ class Owner:
 
     def import_done(self, import_id: ImportId, now_ns: int) -> None:
         """The import is fenced: its bytes are in the reservation."""
-        record = self._take_import(import_id)
-        if record.slot is not None:
-            record.slot.end_read(import_id)
+        record = self._expect_import(import_id)
+        if record.slot is None:
+            raise LocalProtocolError(f"import {import_id} is a digest check, not a copy")
+        self._take_import(import_id)
+        record.slot.end_read(import_id)
         handoff = record.handoff
         entry = handoff.end_import(import_id)
         if entry is not None and entry.digest is not None:
@@ -192,7 +194,10 @@ class Owner:
 
     def digest_checked(self, import_id: ImportId, actual: int, now_ns: int) -> None:
         """The digest of a span's bytes as landed was computed."""
-        record = self._take_import(import_id)
+        record = self._expect_import(import_id)
+        if record.slot is not None:
+            raise LocalProtocolError(f"import {import_id} is a copy, not a digest check")
+        self._take_import(import_id)
         handoff = record.handoff
         span = handoff.span_of(import_id)
         good = actual == record.expected
@@ -395,6 +400,8 @@ class Owner:
                     self._publish_if_ready(handoff)
                 case Failed():
                     self._end(handoff, Outcome.FAILED, message.reason, now_ns)
+                case _:
+                    assert_never(message)
         except RemoteProtocolError as exc:
             self._protocol_fault(handoff, str(exc), now_ns)
 
@@ -518,8 +525,12 @@ class Owner:
         self._imports[import_id] = _Import(handoff, slot, expected)
         return import_id
 
-    def _take_import(self, import_id: ImportId) -> _Import:
-        record = self._imports.pop(import_id, None)
-        if record is None:
+    def _expect_import(self, import_id: ImportId) -> _Import:
+        if import_id not in self._imports:
             raise LocalProtocolError(f"import {import_id} is not in flight")
+        return self._imports[import_id]
+
+    def _take_import(self, import_id: ImportId) -> _Import:
+        record = self._expect_import(import_id)
+        del self._imports[import_id]
         return record

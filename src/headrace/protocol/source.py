@@ -5,8 +5,9 @@ runs, the engine commits spans: each is checked against the plan and against all
 in the process that made it, so that an engine's bug raises where it is and never reaches the owner.
 
 Announcing never blocks an engine. At most MAX_PROGRESS messages of an attempt may be unread, which
-the socket is sized for. Spans are therefore held and merged once half of that is used up: the more
-messages were sent, the more spans the next one waits for. The last message is `SourceFinal` or
+the socket is sized for. How many spans the request's cuts will come to is known, so they are merged
+evenly into three quarters of the bound; the rest is kept for an engine that cuts finer than it was
+asked to. The last message is `SourceFinal` or
 `Failed`; then, when the engine has returned, `Released` gives the write token back.
 """
 
@@ -51,6 +52,8 @@ class SourceEvent(Enum):
 
 _S, _E = SourceState, SourceEvent
 
+_EVEN_MESSAGES = MAX_PROGRESS * 3 // 4
+
 _CLOSING = 2  # messages of an attempt beside its progress: SourceFinal or Failed, and Released
 
 
@@ -80,6 +83,7 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         self._begun_ns = 0
         self._num_sent = 0
         self._ended = False
+        self._stride = min(MAX_SPANS, -(-_expected_spans(prefill, plan) // _EVEN_MESSAGES))
 
     def start(self, now_ns: int) -> None:
         """The engine begins to compute."""
@@ -135,9 +139,9 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         self._step(SourceEvent.COMMIT)
         self._held += spans
         self._digests += digests
-        if len(self._held) < self._spans_to_wait_for():
-            return []
-        return self._flush(now_ns)
+        rest = len(self._held) % MAX_SPANS  # full messages go at once, the rest when it is due
+        count = len(self._held) - (rest if rest < self._spans_to_wait_for() else 0)
+        return self._flush(count, now_ns)
 
     def final(self, token: int | None, ready_ns: int, now_ns: int) -> list[Progress | SourceFinal]:
         """The source-final input is there; returns what to send, held spans first.
@@ -150,7 +154,7 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         missing = self._coverage.first_missing()
         if missing is not None:
             raise LocalProtocolError(f"{self._name}: final, but {missing} is missing")
-        out: list[Progress | SourceFinal] = list(self._flush(now_ns))
+        out: list[Progress | SourceFinal] = list(self._flush(len(self._held), now_ns))
         out.append(
             SourceFinal(
                 self.prefill.attempt,
@@ -185,29 +189,36 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         return Released(self.prefill.attempt, self.prefill.slot, self.prefill.generation)
 
     def _spans_to_wait_for(self) -> int:
-        half = MAX_PROGRESS // 2
-        if self._num_sent < half:
-            return 1
-        if self._num_sent < MAX_PROGRESS - _CLOSING - 1:
-            return MAX_SPANS
-        return MAX_SPANS * MAX_PROGRESS  # only the final may use the last one
+        return self._stride if self._num_sent < _EVEN_MESSAGES else MAX_SPANS
 
-    def _flush(self, now_ns: int) -> list[Progress]:
+    def _flush(self, count: int, now_ns: int) -> list[Progress]:
+        """The messages of the first `count` held spans; what is left waits for a full message."""
         out = []
-        for at in range(0, len(self._held), MAX_SPANS):
+        for at in range(0, count, MAX_SPANS):
+            stop = min(at + MAX_SPANS, count)
             out.append(
                 Progress(
                     self.prefill.attempt,
                     self.prefill.slot,
                     self.prefill.generation,
-                    tuple(self._held[at : at + MAX_SPANS]),
-                    tuple(self._digests[at : at + MAX_SPANS]),
+                    tuple(self._held[at:stop]),
+                    tuple(self._digests[at:stop]),
                     self._begun_ns,
                     now_ns,
                 )
             )
-        self._held.clear()
-        self._digests.clear()
+        del self._held[:count], self._digests[:count]
         self._num_sent += len(out)
-        self._begun_ns = now_ns
+        if out and not self._held:
+            self._begun_ns = now_ns
         return out
+
+
+def _expected_spans(prefill: Prefill, plan: Plan) -> int:
+    """How many spans an engine announces that cuts as it was asked to, at most."""
+    computed = prefill.prefill_chunk or plan.num_tokens
+    moved = prefill.chunk or plan.num_tokens
+    num_chunks = -(-plan.num_tokens // min(computed, moved)) + -(-plan.num_tokens // computed)
+    if prefill.route != "streamed":
+        return num_chunks
+    return num_chunks * sum(map(len, plan.layer_groups(prefill.group_layers, prefill.emission)))

@@ -1,92 +1,15 @@
-"""Tiny instances of an owner, and every event that can reach one, legal or not."""
+"""Every event that can reach a tiny owner in one of its states, legal or not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
-from headrace.geometry import Full, Kind, Layer, Manifest, Part
 from headrace.ids import AttemptId, Generation, ImportId, RequestId, SlotIndex, SourceId, Span
 from headrace.messages import Failed, Progress, Released, SourceFinal
-from headrace.plan import Plan, compile_plan
 from headrace.protocol.commands import Outcome, Publish, Reserve
-from headrace.protocol.owner import Limits
-from headrace.testing.ledger import Account, AttemptMessage, Ledger, Terms
-
-EPOCH = 7
-DIGEST = 0xD1
-
-
-@dataclass(frozen=True)
-class Instance:
-    """One tiny owner, and which kinds of events it is walked with.
-
-    slots: of each source. depth: prefetch depth. spans: how a well-behaved source cuts the transfer
-    set. deadline: ticks from submission to a request's deadline, None = no deadline. malice: also
-    malformed, stale and misdirected messages, and misuse by the shell.
-    """
-
-    name: str
-    spans: tuple[Span, ...]
-    requests: int = 1
-    lanes: int = 1
-    slots: tuple[int, ...] = (1,)
-    depth: int = 0
-    num_tokens: int = 2
-    kinds: tuple[Kind, ...] = (Full(),)
-    chunk_nbytes: int = 1 << 20
-    budgets: tuple[int, ...] = (1,)
-    digest: bool = False
-    deadline: int | None = None
-    progress_timeout: int = 1
-    drain_timeout: int = 1
-    malice: bool = True
-    deaths: bool = True
-    cancels: bool = True
-    ticks: bool = True
-    device_faults: bool = False
-
-    @cached_property
-    def limits(self) -> Limits:
-        return Limits(
-            self.lanes,
-            self.num_tokens,
-            self.depth,
-            self.chunk_nbytes,
-            self.progress_timeout,
-            self.drain_timeout,
-        )
-
-    @cached_property
-    def terms(self) -> Terms:
-        return Terms(
-            self._layers,
-            self.num_tokens,
-            self.lanes,
-            self.depth,
-            self.digest,
-            self.chunk_nbytes,
-            self.progress_timeout,
-            self.drain_timeout,
-        )
-
-    @cached_property
-    def plan(self) -> Plan:
-        manifest = Manifest(
-            "decoder", "tiny", self._layers, ("token_major",), 2, "float32", self.num_tokens
-        )
-        return compile_plan(manifest, "token_major", self.num_tokens, self.num_tokens)
-
-    def plan_for(self, num_tokens: int) -> Plan:
-        """The plan of a prompt; every prompt of an instance has the same length."""
-        return self.plan
-
-    @property
-    def _layers(self) -> tuple[Layer, ...]:
-        parts = (Part("k", 1, 1, "uint8"), Part("v", 1, 1, "uint8"))
-        return tuple(Layer(at, f"layer{at}", kind, parts) for at, kind in enumerate(self.kinds))
+from headrace.testing.instances import DIGEST, EPOCH, Instance
+from headrace.testing.ledger import Account, AttemptMessage, Ledger
 
 
 class Submit(NamedTuple):
@@ -209,6 +132,8 @@ def events(
     for budget_nbytes in instance.budgets:
         yield Begin(budget_nbytes)
     for import_id, ticket in ledger.tickets.items():
+        if instance.malice:  # a copy reported as a digest, or the other way round
+            yield Misuse("import_done" if ticket.check else "digest_checked", import_id)
         for good in (True, False):
             if ticket.check:
                 yield Digested(import_id, good)
@@ -312,7 +237,7 @@ def _malformed(
     for stale in (generation - 1, generation + 1):
         yield _progress(attempt, slot, stale, first)
         yield Released(attempt, slot, stale)
-    for other in {index for index in range(instance.slots[source])} - {slot} | {99}:
+    for other in {*range(instance.slots[source]), 99} - {slot}:
         yield _progress(attempt, other, generation, first)
         yield SourceFinal(attempt, other, generation, "logits", 0, 0, 0)
         yield Released(attempt, other, generation)

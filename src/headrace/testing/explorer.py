@@ -27,7 +27,8 @@ from headrace.messages import Failed, Progress, Released, SourceFinal
 from headrace.plan import Plan
 from headrace.protocol.commands import Outcome
 from headrace.protocol.machine import Machine
-from headrace.testing.events import Event, Instance, Misuse, Tell, is_good
+from headrace.testing.events import Event, Misuse, Tell, is_good
+from headrace.testing.instances import Instance
 from headrace.testing.keys import check_complete
 from headrace.testing.ledger import Terms, Violation, rule
 from headrace.testing.world import World

@@ -21,19 +21,17 @@ from headrace.testing.ledger import Account, Ledger
 
 _OVER: Final = (HandoffState.PUBLISHED, HandoffState.DRAINING, HandoffState.ENDED)
 
-_OWNER: Final = frozenset(
+_OWNER: Final = (
     "epoch limits dropped _lanes_quarantined _admission _sources _requests _imports _commands "
-    "_next_request _next_import".split()
+    "_next_request _next_import"
 )
-_ADMISSION: Final = frozenset("lanes_free prefetch_depth _queue".split())
-_HANDOFF: Final = frozenset(
-    "state _name attempt num_tokens digest outcome has_storage source lease final token last_progress_ns "
-    "quarantine_reason _plan _claimed _landed _queue _flights _queued_nbytes".split()
+_ADMISSION: Final = "lanes_free prefetch_depth _queue"
+_HANDOFF: Final = (
+    "state _name attempt num_tokens digest outcome has_storage source lease final token "
+    "last_progress_ns quarantine_reason _plan _claimed _landed _queue _flights _queued_nbytes"
 )
-_SLOT: Final = frozenset(
-    "state _name index generation holder writer_out readers draining_since_ns".split()
-)
-_COVERAGE: Final = frozenset("_windows _num_positions _have _open".split())
+_SLOT: Final = "state _name index generation holder writer_out readers draining_since_ns"
+_COVERAGE: Final = "_windows _num_positions _have _open"
 
 
 def check_complete(owner: Owner) -> None:
@@ -53,10 +51,10 @@ def key_of(owner: Owner, ledger: Ledger, now_ns: int) -> Hashable:
     return _owner_key(owner, now_ns), _ledger_key(ledger, now_ns)
 
 
-def _same(machine: object, known: frozenset[str]) -> None:
-    found = vars(machine).keys()
-    if found != known:
-        raise LocalProtocolError(f"{type(machine).__name__}: unknown {sorted(found ^ known)}")
+def _same(machine: object, known: str) -> None:
+    odd = vars(machine).keys() ^ known.split()
+    if odd:
+        raise LocalProtocolError(f"keys: unknown attributes {odd} of {type(machine).__name__}")
 
 
 def _owner_key(owner: Owner, now_ns: int) -> Hashable:

@@ -12,8 +12,6 @@ from headrace.ids import AttemptId, ImportId, RequestId, SourceId
 from headrace.protocol.commands import Outcome, Publish, Reserve
 from headrace.protocol.owner import Owner
 from headrace.testing.events import (
-    DIGEST,
-    EPOCH,
     Answer,
     Begin,
     Cancel,
@@ -21,7 +19,6 @@ from headrace.testing.events import (
     Digested,
     Event,
     Imported,
-    Instance,
     Misuse,
     Outrun,
     Retire,
@@ -30,6 +27,7 @@ from headrace.testing.events import (
     Tick,
     events,
 )
+from headrace.testing.instances import DIGEST, EPOCH, Instance
 from headrace.testing.keys import key_of
 from headrace.testing.ledger import Ledger, Verdict, rule
 from headrace.testing.rules import check_command, settle
@@ -157,7 +155,8 @@ class World:
         for place, slot in ledger.slots.items():
             lost = slot.ended_ns is not None and not slot.writer
             lost = lost and not any(reader in ledger.tickets for reader in slot.readers)
-            rule(slot.holder is None or lost, "slot", place, "is never given back:", slot)
+            waits = slot.ended_ns is None and slot.holder is not None and not slot.writer
+            rule(slot.holder is None or lost or waits, "slot", place, "is never given back:", slot)
         alive = [slot for (at, _), slot in ledger.slots.items() if at not in ledger.dead]
         lane = ledger.lanes_apart < self.instance.lanes
         in_service = lane and any(slot.holder is None for slot in alive)

@@ -87,11 +87,13 @@ LEGAL: dict[tuple[SlotState, str], SlotState] = {
 }
 
 
-@pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("state", S)
-def test_every_event_in_every_state_is_legal_or_leaves_no_trace(
-    state: SlotState, event: str
-) -> None:
+def test_every_event_in_every_state_is_legal_or_leaves_no_trace(state: SlotState) -> None:
+    for event in EVENTS:
+        check_event(state, event)
+
+
+def check_event(state: SlotState, event: str) -> None:
     slot = MADE[state]()
     assert slot.state is state
     before = trace_of(slot)
@@ -143,9 +145,9 @@ def test_a_reader_does_not_stand_in_for_another() -> None:
     slot = reading()
     slot.begin_read(R1)
     slot.end_read(R0)
-    assert slot.state is S.READING
+    states = [slot.state]
     slot.end_read(R1)
-    assert slot.state is S.READY
+    assert [*states, slot.state] == [S.READING, S.READY]
 
 
 def test_reading_a_slot_that_is_still_written_keeps_it_leased() -> None:

@@ -1,0 +1,239 @@
+"""The conformance suite of prefill engines: what every device's adapter must keep.
+
+Subclass `PrefillEngineConformance` in a test module, give it `make_engine`, and pytest runs the
+checks. Each check stands alone and says what broke; none needs a device, a process or an owner.
+
+    class TestMyEngine(PrefillEngineConformance):
+        def make_engine(self) -> PrefillEngine:
+            return my_backend.open({"model": "..."})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from headrace.backends.base import PrefillEngine
+from headrace.backends.null import decoder_like
+from headrace.errors import Cancelled
+from headrace.geometry import check_manifest
+from headrace.messages import Prefill
+from headrace.plan import Plan, compile_plan
+from headrace.testing.sinks import UNWRITTEN, MemorySink, ask
+
+_Result = tuple[dict[tuple[int, int], bytes], bytes | None, int | None]
+
+
+def require(holds: bool, text: str) -> None:
+    """An assertion that tells its case where pytest does not rewrite asserts."""
+    if not holds:
+        raise AssertionError(text)
+
+
+class PrefillEngineConformance:
+    """Checks of one prefill engine.
+
+    context: of the plans. lengths: prompts tried. group_sizes, chunks, prefill_chunks: cuttings
+    tried. starts: whether the engine serves `start` > 0.
+    """
+
+    context: ClassVar[int] = 64
+    lengths: ClassVar[Sequence[int]] = (1, 2, 17, 40)
+    group_sizes: ClassVar[Sequence[int]] = (1, 3, 99)
+    chunks: ClassVar[Sequence[int]] = (0, 7)
+    prefill_chunks: ClassVar[Sequence[int]] = (0, 9)
+    starts: ClassVar[bool] = True
+
+    def make_engine(self) -> PrefillEngine:
+        """The engine under test; made once per class."""
+        raise NotImplementedError("give make_engine of the engine under test")
+
+    def make_tokens(self, num_tokens: int, seed: int = 0) -> list[int]:
+        """A prompt of ids that the engine knows."""
+        vocab_size = self.engine.manifest().vocab_size
+        return [(seed * 13 + at * at * 7 + at) % vocab_size for at in range(num_tokens)]
+
+    @property
+    def engine(self) -> PrefillEngine:
+        """The one engine of this class."""
+        return _engine_of(type(self))
+
+    def test_its_manifest_is_sound_and_stays_the_same(self) -> None:
+        manifest = self.engine.manifest()
+        check_manifest(manifest, "source")
+        self._run(ask(self.lengths[-1]))
+        require(self.engine.manifest() == manifest, "the manifest changed after a prefill")
+
+    def test_every_cell_is_written_once_and_nothing_else(self) -> None:
+        for case in self._cases():
+            sink = self._run(case)
+            require(sink.ended, f"{case}: no final")
+            require(not sink.stray_bytes(), f"{case}: bytes beside the cells were written")
+            for key, hole in self._unwritten(sink):
+                raise AssertionError(f"{case}: layer, part {key}: {hole} was never written")
+
+    def test_it_ends_as_its_manifest_says(self) -> None:
+        first = self.engine.manifest().first
+        for num_tokens in self.lengths:
+            sink = self._run(ask(num_tokens))
+            given = "token" if sink.logits is None else "logits"
+            require(given == first, f"{num_tokens} tokens: ended with {given}, declares {first}")
+
+    def test_a_cell_is_final_when_it_is_announced(self) -> None:
+        """What lies in the slot at the commit is what lies there at the end."""
+        for case in self._cases():
+            sink = self._run(case)
+            for spans, snapshot in zip(sink.commits, sink.snapshots, strict=True):
+                for key, told in snapshot.items():
+                    region = sink.plan.region(*key)
+                    now = b"".join(
+                        bytes(
+                            sink.buffer[region.offset + at * region.stride :][: region.row_nbytes]
+                        )
+                        for at in range(region.rows)
+                    )
+                    require(now == told, f"{case}: {key} changed after {spans} were announced")
+
+    def test_the_route_changes_no_byte(self) -> None:
+        """Cells and source-final input are equal on all routes, for one prefill chunk."""
+        wanted: dict[tuple[int, int], _Result] = {}
+        for case in self._cases():
+            got = _result(self._run(case))
+            pairing = case.num_tokens, case.prefill_chunk
+            require(got == wanted.setdefault(pairing, got), f"{case}: differs from {pairing} whole")
+
+    def test_it_streams_by_layer_group(self) -> None:
+        """On the streamed route each announcement holds cells of one layer group only."""
+        for case in self._cases():
+            if case.route != "streamed":
+                continue
+            sink = self._run(case)
+            groups = [
+                {layer for run in group for layer in run}
+                for group in sink.plan.layer_groups(case.group_layers, case.emission)
+            ]
+            for spans in sink.commits:
+                layers = {copy.layer for span in spans for copy in sink.plan.copies(span)}
+                fits = any(layers <= group for group in groups)
+                require(fits, f"{case}: layers {sorted(layers)} are of more than one layer group")
+
+    def test_it_keeps_to_the_transfer_chunk(self) -> None:
+        """On the chunked route no announcement is longer than the chunk that was asked for."""
+        for case in self._cases():
+            if case.route != "chunked" or not case.chunk:
+                continue
+            for spans in self._run(case).commits:
+                longest = max(span.stop - span.start for span in spans)
+                require(
+                    longest <= case.chunk, f"{case}: {longest} positions were announced at once"
+                )
+
+    def test_a_prompt_leaves_nothing_for_the_next(self) -> None:
+        num_tokens = self.lengths[-1]
+        first = _result(self._run(ask(num_tokens)))
+        self._run(ask(num_tokens), seed=1)
+        require(_result(self._run(ask(num_tokens))) == first, "the same prompt gave other bytes")
+        shorter = self.lengths[0]
+        alone = _result(self._run(ask(shorter)))
+        require(_result(self._run(ask(shorter))) == alone, "a shorter prompt gave other bytes")
+
+    def test_another_prompt_gives_other_cells(self) -> None:
+        num_tokens = self.lengths[-1]
+        one, other = (self._run(ask(num_tokens), seed=seed).cells() for seed in (0, 1))
+        require(one != other, "two prompts gave the same cells")
+
+    def test_it_stops_when_it_is_withdrawn(self) -> None:
+        """Cancelled at every sink call: it passes that on, and the next prompt is right."""
+        for case in self._cases((self.lengths[-1],)):
+            wanted = self._run(case)
+            for at in range(wanted.num_calls):
+                sink = MemorySink(wanted.plan, case, cancel_at=at)
+                try:
+                    self.engine.prefill_stream(self.make_tokens(case.num_tokens), sink)
+                except Cancelled:
+                    pass
+                else:
+                    raise AssertionError(f"{case}: a cancel at call {at} was swallowed")
+                require(not sink.ended, f"{case}: a final after the cancel at call {at}")
+            require(_result(self._run(case)) == _result(wanted), f"{case}: differs after cancels")
+
+    def test_it_can_start_late(self) -> None:
+        """`start` > 0 asks for positions [start, n) only; their bytes are the same."""
+        if not self.starts:
+            return
+        num_tokens = self.lengths[-1]
+        for case in self._cases((num_tokens,)):
+            whole = self._run(case)
+            for start in (1, num_tokens // 2, num_tokens - 1):
+                sink = MemorySink(whole.plan, case, start=start)
+                self.engine.prefill_stream(self.make_tokens(num_tokens), sink, start)
+                require(sink.ended, f"{case}: no final from position {start}")
+                require(not sink.stray_bytes(), f"{case}: wrote below position {start}")
+                for key, region in sink.regions().items():
+                    same = _bytes_at(sink, region) == _bytes_at(whole, region)
+                    require(same, f"{case}: {key} differs from position {start}")
+
+    # What the checks are made of.
+
+    def _plan(self, num_tokens: int) -> Plan:
+        manifest = self.engine.manifest()
+        return compile_plan(decoder_like(manifest), manifest.layouts[0], num_tokens, self.context)
+
+    def _run(self, asked: Prefill, *, seed: int = 0) -> MemorySink:
+        sink = MemorySink(self._plan(asked.num_tokens), asked)
+        self.engine.prefill_stream(self.make_tokens(asked.num_tokens, seed), sink)
+        return sink
+
+    def _cases(self, lengths: Sequence[int] | None = None) -> Iterator[Prefill]:
+        """Every cutting that the engine declares, the whole route first for each prefill chunk."""
+        emits = self.engine.manifest().emits
+        for num_tokens in lengths or self.lengths:
+            for prefill_chunk in self.prefill_chunks:
+                if prefill_chunk > num_tokens:
+                    continue
+                yield ask(num_tokens, prefill_chunk=prefill_chunk)
+                for chunk in self.chunks if emits else ():
+                    yield ask(num_tokens, "chunked", chunk=chunk, prefill_chunk=prefill_chunk)
+                    for emission in emits:
+                        for size in self.group_sizes:
+                            yield ask(
+                                num_tokens,
+                                "streamed",
+                                group_layers=size,
+                                chunk=chunk,
+                                prefill_chunk=prefill_chunk,
+                                emission=emission,
+                            )
+
+    def _unwritten(self, sink: MemorySink) -> Iterator[tuple[tuple[int, int], str]]:
+        """Cells that hold nothing but what the memory was filled with."""
+        for key, region in sink.regions().items():
+            lo, hi = sink.windows[key[0]]
+            nbytes = region.row_nbytes // (hi - lo)
+            hole = bytes([UNWRITTEN]) * nbytes
+            for row in range(region.rows):
+                begin = region.offset + row * region.stride
+                for at in range(hi - lo):
+                    if sink.buffer[begin + at * nbytes :][:nbytes] == hole:
+                        yield key, f"row {row} of position {lo + at}"
+
+
+_ENGINES: dict[type[PrefillEngineConformance], PrefillEngine] = {}
+
+
+def _engine_of(suite: type[PrefillEngineConformance]) -> PrefillEngine:
+    """Made once per class, since an engine may take minutes to load."""
+    if suite not in _ENGINES:
+        _ENGINES[suite] = suite().make_engine()
+    return _ENGINES[suite]
+
+
+def _result(sink: MemorySink) -> _Result:
+    return sink.cells(), sink.logits, sink.token
+
+
+def _bytes_at(sink: MemorySink, region: Any) -> list[bytes]:
+    return [
+        bytes(sink.buffer[region.offset + at * region.stride :][: region.row_nbytes])
+        for at in range(region.rows)
+    ]

@@ -1,0 +1,457 @@
+"""One hand-off: what is told is checked before anything changes, and it is published only when
+every condition of rule 1 holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from headrace.errors import LocalProtocolError, RemoteProtocolError
+from headrace.geometry import Kind, Sliding
+from headrace.ids import ImportId, SlotIndex, SourceId, Span
+from headrace.protocol.commands import Outcome
+from headrace.protocol.handoff import Handoff, HandoffState, SpanImport
+from headrace.protocol.slots import Slot
+from tests.unit.protocol.builders import (
+    FULL,
+    HYBRID,
+    ROW_NBYTES,
+    attempt_id,
+    cells_of,
+    make_plan,
+    trace_of,
+)
+
+N = 4
+WHOLE = Span(0, 3, 0, N)
+HALVES = (Span(0, 3, 0, 2), Span(0, 3, 2, N))
+A = attempt_id()
+S = HandoffState
+BIG = 1 << 20
+
+
+def lease(handoff: Handoff, kinds: Sequence[Kind] = FULL) -> None:
+    granted = Slot(SlotIndex(0)).lease(handoff.attempt)
+    handoff.take_lease(SourceId(0), granted, make_plan(handoff.num_tokens, *kinds), 5)
+
+
+def waiting() -> Handoff:
+    return Handoff(A, N)
+
+
+def parked() -> Handoff:
+    handoff = waiting()
+    lease(handoff)
+    return handoff
+
+
+def reserved() -> Handoff:
+    handoff = waiting()
+    handoff.reserve()
+    return handoff
+
+
+def streaming(*, digest: bool = False, kinds: Sequence[Kind] = FULL, n: int = N) -> Handoff:
+    handoff = Handoff(A, n, digest=digest)
+    handoff.reserve()
+    lease(handoff, kinds)
+    return handoff
+
+
+def streaming_busy() -> Handoff:
+    """One import runs, one is queued, one span was not told."""
+    handoff = streaming()
+    handoff.progress([Span(0, 1, 0, N), Span(1, 2, 0, N)], [], BIG, 10)
+    handoff.begin_import(ImportId(0))
+    return handoff
+
+
+def sealed_busy() -> Handoff:
+    """All was told; one import runs, one is queued."""
+    handoff = streaming()
+    handoff.progress(HALVES, [], BIG, 10)
+    handoff.begin_import(ImportId(0))
+    handoff.source_final(None, 11)
+    return handoff
+
+
+def sealed_landed() -> Handoff:
+    handoff = sealed_busy()
+    handoff.begin_import(ImportId(1))
+    handoff.end_import(ImportId(1))
+    handoff.end_import(ImportId(0))
+    return handoff
+
+
+def published() -> Handoff:
+    handoff = sealed_landed()
+    handoff.publish()
+    return handoff
+
+
+def draining() -> Handoff:
+    handoff = streaming_busy()
+    handoff.end(Outcome.CANCELLED)
+    return handoff
+
+
+def ended() -> Handoff:
+    handoff = waiting()
+    handoff.end(Outcome.FAILED)
+    return handoff
+
+
+MADE: dict[str, Callable[[], Handoff]] = {
+    "waiting": waiting,
+    "parked": parked,
+    "reserved": reserved,
+    "streaming": streaming,
+    "streaming, busy": streaming_busy,
+    "sealed, busy": sealed_busy,
+    "sealed, landed": sealed_landed,
+    "published": published,
+    "draining": draining,
+    "ended": ended,
+}
+EVENTS: dict[str, Callable[[Handoff], object]] = {
+    "reserve": lambda h: h.reserve(),
+    "lease": lease,
+    "progress": lambda h: h.progress([Span(2, 3, 0, N)], [], BIG, 20),
+    "final": lambda h: h.source_final(None, 20),
+    "begin": lambda h: h.begin_import(ImportId(7)),
+    "check": lambda h: h.begin_digest_check(ImportId(8), SpanImport(WHOLE, 1, 0)),
+    "end import": lambda h: h.end_import(ImportId(0)),
+    "publish": lambda h: h.publish(),
+    "end": lambda h: h.end(Outcome.FAILED),
+}
+LEGAL: dict[str, dict[str, HandoffState]] = {
+    "waiting": {"reserve": S.RESERVED, "lease": S.PARKED, "end": S.ENDED},
+    "parked": {"reserve": S.STREAMING, "progress": S.PARKED, "end": S.ENDED},
+    "reserved": {"lease": S.STREAMING, "end": S.ENDED},
+    "streaming": {"progress": S.STREAMING, "check": S.STREAMING, "end": S.ENDED},
+    "streaming, busy": {
+        "progress": S.STREAMING,
+        "begin": S.STREAMING,
+        "check": S.STREAMING,
+        "end import": S.STREAMING,
+        "end": S.DRAINING,
+    },
+    "sealed, busy": {
+        "begin": S.SEALED,
+        "check": S.SEALED,
+        "end import": S.SEALED,
+        "end": S.DRAINING,
+    },
+    "sealed, landed": {"check": S.SEALED, "publish": S.PUBLISHED, "end": S.ENDED},
+    "published": {"end": S.ENDED},
+    "draining": {"end import": S.ENDED},
+    "ended": {},
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_every_event_in_every_state_is_legal_or_leaves_no_trace(made: str) -> None:
+    for event in EVENTS:
+        check_event(made, event)
+
+
+def check_event(made: str, event: str) -> None:
+    handoff = MADE[made]()
+    before = trace_of(handoff)
+    if event in LEGAL[made]:
+        EVENTS[event](handoff)
+        assert handoff.state is LEGAL[made][event]
+    else:
+        blamed = RemoteProtocolError if event in ("progress", "final") else LocalProtocolError
+        with pytest.raises(blamed, match=r"hand-off|missing"):
+            EVENTS[event](handoff)
+        assert trace_of(handoff) == before
+
+
+def land(handoff: Handoff) -> None:
+    """Begin and fence all that is queued."""
+    while handoff.has_pieces:
+        handoff.begin_import(ImportId(100))
+        handoff.end_import(ImportId(100))
+
+
+# Rule 1.
+
+
+def test_it_is_published_when_every_cell_landed_and_the_final_is_there() -> None:
+    handoff = streaming()
+    handoff.progress([WHOLE], [], BIG, 10)
+    land(handoff)
+    assert not handoff.publishable
+    handoff.source_final(None, 11)
+    assert handoff.publishable
+    handoff.publish()
+    assert (handoff.state, handoff.outcome) == (S.PUBLISHED, Outcome.PUBLISHED)
+
+
+def test_a_final_before_the_imports_seals_and_waits() -> None:
+    handoff = streaming()
+    handoff.progress([WHOLE], [], BIG, 10)
+    handoff.source_final(3, 11)
+    assert (handoff.state, handoff.publishable, handoff.token) == (S.SEALED, False, 3)
+    land(handoff)
+    assert handoff.publishable
+
+
+@pytest.mark.parametrize("without", ["import", "second import", "digest", "final"])
+def test_publishing_is_refused_while_a_condition_is_missing(without: str) -> None:
+    handoff = streaming(digest=True)
+    handoff.progress(HALVES, [1, 2], BIG, 10)
+    if without != "final":
+        handoff.source_final(None, 11)
+    handoff.begin_import(ImportId(0))
+    entry = None
+    if without != "import":
+        entry = handoff.end_import(ImportId(0))
+        assert entry is not None
+        handoff.begin_digest_check(ImportId(1), entry)
+        handoff.end_import(ImportId(1))
+    if without in ("digest", "final"):
+        handoff.begin_import(ImportId(2))
+        entry = handoff.end_import(ImportId(2))
+        assert entry is not None
+        handoff.begin_digest_check(ImportId(3), entry)
+        handoff.end_import(ImportId(3), good=without == "final")
+    assert not handoff.publishable
+    before = trace_of(handoff)
+    with pytest.raises(LocalProtocolError, match=r"publish|PUBLISH"):
+        handoff.publish()
+    assert trace_of(handoff) == before
+
+
+def test_a_failed_import_never_lands_its_span() -> None:
+    handoff = streaming()
+    handoff.progress([WHOLE], [], BIG, 10)
+    handoff.source_final(None, 11)
+    handoff.begin_import(ImportId(0))
+    assert handoff.end_import(ImportId(0), good=False) is None
+    assert not handoff.publishable
+    with pytest.raises(LocalProtocolError, match=r"final True, missing layers \[0, 1\)"):
+        handoff.publish()
+
+
+def test_one_of_two_pieces_does_not_land_the_span() -> None:
+    handoff = streaming()
+    handoff.progress([WHOLE], [], 2 * N * ROW_NBYTES, 10)  # cut after two layers
+    handoff.source_final(None, 11)
+    assert handoff.begin_import(ImportId(0)) == (Span(0, 2, 0, N), 2 * N * ROW_NBYTES)
+    assert handoff.begin_import(ImportId(1)) == (Span(2, 3, 0, N), N * ROW_NBYTES)
+    handoff.end_import(ImportId(1))
+    assert (handoff.publishable, handoff.in_flight) == (False, 1)
+    handoff.end_import(ImportId(0))
+    assert handoff.publishable
+
+
+def test_a_transfer_set_without_cells_is_published_on_the_final_alone() -> None:
+    handoff = streaming(kinds=(Sliding(4, 0),))
+    handoff.source_final(None, 11)
+    assert handoff.publishable
+
+
+def test_spans_without_cells_are_legal_and_queue_nothing() -> None:
+    handoff = streaming(kinds=HYBRID, n=9)
+    handoff.progress([Span(3, 4, 0, 9), Span(0, 1, 0, 5)], [], BIG, 10)
+    assert not handoff.has_pieces
+    handoff.progress([Span(0, 5, 0, 9)], [], BIG, 10)
+    handoff.source_final(None, 11)
+    land(handoff)
+    assert handoff.publishable
+
+
+@pytest.mark.parametrize("chunk", [0, ROW_NBYTES, 100, 1000, BIG])
+def test_the_pieces_of_a_span_are_its_cells_once_each_and_none_is_empty(chunk: int) -> None:
+    handoff = streaming(kinds=HYBRID, n=9)
+    plan = make_plan(9, *HYBRID)
+    handoff.progress([plan.whole()], [], chunk, 10)
+    pieces: list[Span] = []
+    while handoff.has_pieces:
+        piece, nbytes = handoff.begin_import(ImportId(len(pieces)))
+        assert nbytes == plan.span_nbytes(piece) > 0
+        pieces.append(piece)
+    assert sorted(cells_of(plan, *pieces)) == sorted(cells_of(plan, plan.whole()))
+
+
+# What a source tells.
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [Span(0, 1, 0, N), Span(0, 1, 0, N)],
+        [Span(0, 1, 0, N), Span(0, 1, 0, N + 1), Span(1, 2, 0, N)],
+        [Span(0, 1, 0, N), Span(2, 4, 0, N)],
+        [Span(0, 1, 0, N), Span(1, 1, 0, N)],
+    ],
+)
+def test_a_malformed_message_leaves_no_trace(spans: list[Span]) -> None:
+    handoff = streaming()
+    before = trace_of(handoff)
+    with pytest.raises(RemoteProtocolError):
+        handoff.progress(spans, [], BIG, 10)
+    assert trace_of(handoff) == before
+
+
+def test_a_cell_told_by_an_earlier_message_is_refused() -> None:
+    handoff = streaming_busy()
+    before = trace_of(handoff)
+    with pytest.raises(RemoteProtocolError, match="told before"):
+        handoff.progress([Span(2, 3, 0, N), Span(0, 1, 3, N)], [], BIG, 20)
+    assert trace_of(handoff) == before
+
+
+def test_a_final_with_cells_untold_is_refused() -> None:
+    handoff = streaming_busy()
+    with pytest.raises(RemoteProtocolError, match=r"final, but layers \[2, 3\) .* was never told"):
+        handoff.source_final(None, 20)
+
+
+@pytest.mark.parametrize("make", [parked, streaming])
+def test_the_final_is_given_once_and_nothing_is_told_after_it(make: Callable[[], Handoff]) -> None:
+    handoff = make()
+    handoff.progress([WHOLE], [], BIG, 10)
+    handoff.source_final(None, 11)
+    before = trace_of(handoff)
+    for event in ("final", "progress"):
+        with pytest.raises(RemoteProtocolError, match=r"second final|after the final|illegal"):
+            EVENTS[event](handoff)
+        assert trace_of(handoff) == before
+
+
+def test_progress_and_final_are_signs_of_life() -> None:
+    handoff = parked()
+    assert handoff.last_progress_ns == 5
+    handoff.progress([WHOLE], [], BIG, 10)
+    assert handoff.last_progress_ns == 10
+    handoff.source_final(None, 11)
+    assert handoff.last_progress_ns == 11
+
+
+# Digests.
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+@pytest.mark.parametrize("asked", [True, False])
+def test_every_span_is_stamped_where_asked_for(asked: bool, count: int) -> None:
+    handoff = streaming(digest=asked)
+    if count == 2 or (count == 0 and not asked):
+        handoff.progress(HALVES, range(count), BIG, 10)
+        return
+    before = trace_of(handoff)
+    with pytest.raises(RemoteProtocolError, match=f"2 spans, {count} digests"):
+        handoff.progress(HALVES, range(count), BIG, 10)
+    assert trace_of(handoff) == before
+
+
+def test_a_stamped_span_lands_only_after_its_check() -> None:
+    handoff = streaming(digest=True)
+    handoff.progress([WHOLE], [0xAB], 2 * N * ROW_NBYTES, 10)  # two pieces, one check
+    handoff.source_final(None, 11)
+    for at in (0, 1):
+        handoff.begin_import(ImportId(at))
+    assert handoff.end_import(ImportId(0)) is None
+    entry = handoff.end_import(ImportId(1))
+    assert entry is not None
+    assert (entry.span, entry.digest) == (WHOLE, 0xAB)
+    assert not handoff.publishable
+    handoff.begin_digest_check(ImportId(2), entry)
+    assert handoff.span_of(ImportId(2)) == WHOLE
+    assert (handoff.in_flight, handoff.publishable) == (1, False)
+    assert handoff.end_import(ImportId(2)) is None
+    assert handoff.publishable
+
+
+def test_no_check_begins_while_draining() -> None:
+    handoff = streaming(digest=True)
+    handoff.progress([WHOLE], [1], BIG, 10)
+    handoff.begin_import(ImportId(0))
+    handoff.end(Outcome.CANCELLED)
+    assert handoff.end_import(ImportId(0)) is None
+    assert handoff.state is S.ENDED
+
+
+# Parking.
+
+
+def test_a_parked_hand_off_counts_and_keeps_what_it_is_told_and_imports_nothing() -> None:
+    handoff = parked()
+    handoff.progress([WHOLE], [], BIG, 10)
+    handoff.source_final(7, 11)
+    assert (handoff.state, handoff.has_pieces, handoff.has_storage) == (S.PARKED, False, False)
+    handoff.reserve()
+    assert (handoff.state, handoff.has_pieces, handoff.has_storage) == (S.SEALED, True, True)
+    land(handoff)
+    assert handoff.publishable
+
+
+def test_a_parked_hand_off_goes_on_live_once_it_has_storage() -> None:
+    handoff = parked()
+    handoff.progress([HALVES[0]], [], BIG, 10)
+    handoff.reserve()
+    assert handoff.state is S.STREAMING
+    handoff.progress([HALVES[1]], [], BIG, 12)
+    land(handoff)
+    handoff.source_final(None, 13)
+    assert handoff.publishable
+
+
+# Ends.
+
+
+@pytest.mark.parametrize("made", sorted(set(MADE) - {"draining", "ended"}))
+def test_the_terminal_is_decided_once(made: str) -> None:
+    handoff = MADE[made]()
+    decided_before = handoff.outcome
+    assert handoff.end(Outcome.CANCELLED) == (decided_before is None)
+    assert handoff.outcome is (decided_before or Outcome.CANCELLED)
+    with pytest.raises(LocalProtocolError):
+        handoff.end(Outcome.FAILED)
+
+
+def test_an_ended_hand_off_begins_nothing_that_was_queued() -> None:
+    handoff = streaming_busy()
+    assert handoff.has_pieces
+    handoff.end(Outcome.CANCELLED)
+    assert not handoff.has_pieces
+    with pytest.raises(LocalProtocolError):
+        handoff.begin_import(ImportId(1))
+
+
+def test_draining_ends_with_the_last_import() -> None:
+    handoff = sealed_busy()
+    handoff.begin_import(ImportId(1))
+    handoff.end(Outcome.FAILED)
+    handoff.end_import(ImportId(1))
+    states = [handoff.state]
+    handoff.end_import(ImportId(0), good=False)
+    assert [*states, handoff.state] == [S.DRAINING, S.ENDED]
+
+
+def test_an_import_ends_once() -> None:
+    handoff = streaming_busy()
+    handoff.begin_import(ImportId(1))
+    handoff.end_import(ImportId(0))
+    with pytest.raises(LocalProtocolError, match="import 0 is not in flight"):
+        handoff.end_import(ImportId(0))
+
+
+def test_the_one_nearest_to_publishing_sorts_first() -> None:
+    idle, busy, sealed = streaming(), streaming_busy(), sealed_busy()
+    busy.progress([Span(2, 3, 0, N)], [], BIG, 10)
+    assert sorted([busy, sealed, idle], key=lambda h: h.nearness) == [sealed, idle, busy]
+    busy.begin_import(ImportId(1))
+    busy.begin_import(ImportId(2))
+    assert busy.nearness == idle.nearness
+
+
+def test_a_hand_off_without_a_lease_has_no_plan() -> None:
+    handoff = parked()
+    handoff._plan = None  # what no sequence of events leads to
+    with pytest.raises(LocalProtocolError, match="no plan before a lease"):
+        handoff.progress([WHOLE], [], BIG, 10)
