@@ -167,13 +167,13 @@ def directory_of(family: str) -> Path:
 
 @functools.cache
 def source_of(family: str, dtype: str = "float32") -> torch_backend.TorchEngine:
-    return torch_backend.open({"model": directory_of(family), "dtype": dtype})
+    return torch_backend.open({"model": str(directory_of(family)), "dtype": dtype})
 
 
 @functools.cache
 def decoder_of(family: str, dtype: str = "float32") -> cpu_backend.CpuDecoder:
     """A decoder with three lanes, whose entries a test frees before it ends."""
-    config = {"model": directory_of(family), "dtype": dtype, "lanes": 3, "context": CONTEXT}
+    config = {"model": str(directory_of(family)), "dtype": dtype, "lanes": 3, "context": CONTEXT}
     return cpu_backend.open(config)
 
 

@@ -170,8 +170,9 @@ def test_neighbours_change_nothing(family: str) -> None:
             rows = decoder.decode_step(active)
         for mine, row in zip(got, rows, strict=True):
             mine.append(row.tobytes())
-    for held in (*entries, third):
-        decoder.free(held)
+    for entry in entries:
+        decoder.free(entry)
+    decoder.free(third)
     assert got == wanted
 
 
@@ -203,7 +204,6 @@ def test_token_major_slots_land_the_same(family: str) -> None:
 def test_start_leaves_the_first_positions_alone(family: str) -> None:
     num_tokens, start = 43, 30
     prompt = make_prompt(num_tokens)
-    whole = prefill(family, prompt, options("whole", num_tokens))
     for asked in (options("whole", num_tokens), *every_route(num_tokens, prefill_chunk=7)):
         whole = prefill(
             family, prompt, options("whole", num_tokens, prefill_chunk=asked.prefill_chunk)
@@ -260,7 +260,7 @@ def test_bfloat16(family: str) -> None:
 def test_unsupported_families_are_refused_by_name(family: str, kind: str) -> None:
     for backend in (torch_backend, cpu_backend):
         with pytest.raises(Refused, match=rf"layers\.0 is {kind}") as caught:
-            backend.open({"model": directory_of(family)})
+            backend.open({"model": str(directory_of(family))})
         assert caught.value.field == "layers.0"
 
 

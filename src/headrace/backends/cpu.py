@@ -6,18 +6,21 @@ than two batches of one: what a request gets does not depend on its neighbours.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta, Struct
 
 from headrace.backends.base import Caps, Done, Entry, Reservation, SlotView
+from headrace.backends.options import read_options
+from headrace.engine.host import copy_rows
 from headrace.engine.lanes import Lane
 from headrace.engine.layers import manifest
-from headrace.engine.loading import LoadedModel, load_model, model_options
+from headrace.engine.loading import LoadedModel, load_model
 from headrace.engine.tensors import as_bytes, check_region, over_address
 from headrace.errors import Closed, LocalProtocolError, Refused, WouldBlock
 from headrace.geometry import Layout, Manifest
@@ -26,25 +29,38 @@ from headrace.plan import Copy
 DEFAULT_CONTEXT = 2048
 
 
-def open(config: Mapping[str, object]) -> CpuDecoder:
-    """Load the decoder: `model` (a directory), `dtype`, `threads`, `attn`, `device`, `lanes`,
-    `context`.
+class Options(Struct, frozen=True, forbid_unknown_fields=True):
+    """What `open` takes.
+
+    model: a directory with config.json and safetensors. attn: the attention implementation, by
+    default the model's best. lanes: most requests that hold storage at once. context: positions of
+    one lane, by default the model's or 2048, whichever is fewer.
+    """
+
+    model: str
+    dtype: str = "float32"
+    threads: Annotated[int, Meta(ge=1)] = 1
+    attn: str | None = None
+    lanes: Annotated[int, Meta(ge=1)] = 1
+    context: Annotated[int, Meta(ge=1)] | None = None
+
+
+def open(config: Mapping[str, Any]) -> CpuDecoder:
+    """Load the decoder from the fields of `Options`.
 
     Raises:
         Refused: an option is unknown or wrong, the model's cache is not supported, or memory is
         short.
     """
-    options = model_options(config, {"lanes": 1, "context": None})
-    if options["device"] != "cpu":
-        raise Refused(f"the cpu decoder cannot run on device {options['device']!r}", field="device")
+    options = read_options(config, Options, "cpu")
     model = load_model(
-        Path(options["model"]),
-        dtype=options["dtype"],
-        threads=options["threads"],
-        attention=options["attn"],
+        Path(options.model),
+        dtype=options.dtype,
+        threads=options.threads,
+        attention=options.attn,
     )
-    context = options["context"] or min(DEFAULT_CONTEXT, model.max_positions)
-    return CpuDecoder(model, options["lanes"], context)
+    context = options.context or min(DEFAULT_CONTEXT, model.max_positions)
+    return CpuDecoder(model, options.lanes, context)
 
 
 class _LaneState(Enum):
@@ -113,7 +129,8 @@ class CpuDecoder:
         targets = [self._target(lane, slot, copy) for copy in copies]
         for copy, target in zip(copies, targets, strict=True):
             if slot.layout == "head_major":
-                _move_rows(target, slot.address, copy)
+                stride = target.stride(0) * target.element_size()
+                copy_rows(target.data_ptr(), stride, slot.address, copy.source)
             else:
                 part = self._layers[copy.layer].parts[copy.part]
                 source = over_address(
@@ -229,15 +246,3 @@ _TYPES = {_LaneState.RESERVED: Reservation, _LaneState.PUBLISHED: Entry}
 
 def _state_of(held: Reservation | Entry) -> _LaneState:
     return _LaneState.RESERVED if isinstance(held, Reservation) else _LaneState.PUBLISHED
-
-
-def _move_rows(target: torch.Tensor, address: int, copy: Copy) -> None:
-    """Copy head by head, or at once where neither side has a hole between two heads."""
-    offset, rows, nbytes, stride = copy.source
-    to, step = target.data_ptr(), target.stride(0) * target.element_size()
-    at = address + offset
-    if rows == 1 or (stride == nbytes == step):
-        ctypes.memmove(to, at, rows * nbytes)
-        return
-    for head in range(rows):
-        ctypes.memmove(to + head * step, at + head * stride, nbytes)

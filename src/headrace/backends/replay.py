@@ -87,6 +87,7 @@ class ReplayEngine:
         options, stop = sink.options, len(tokens)
         step = options.prefill_chunk or stop
         chunks = [(at, min(at + step, stop)) for at in range(start, stop, step)]
+        everything = [range(len(sink.plan.layers))]
         for begun, ended in chunks:
             share = (ended - begun) / stop
             if options.route == "streamed":
@@ -94,13 +95,12 @@ class ReplayEngine:
                     self._compute(group, share)
                     self._emit(sink, group, begun, ended, options.chunk, seed)
             else:
-                self._compute([range(len(sink.plan.layers))], share)
+                self._compute(everything, share)
+            ready_ns = time.monotonic_ns()
             if options.route == "chunked":
-                everything = [range(len(sink.plan.layers))]
                 self._emit(sink, everything, begun, ended, options.chunk, seed)
-        ready_ns = time.monotonic_ns()
         if options.route == "whole":
-            self._emit(sink, [range(len(sink.plan.layers))], start, stop, 0, seed)
+            self._emit(sink, everything, start, stop, 0, seed)
         sink.final(self._logits(seed), ready_ns=ready_ns)
 
     def close(self) -> None:

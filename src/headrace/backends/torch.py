@@ -6,16 +6,18 @@ its cache update, are copied into the slot and announced.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, assert_never
 
 import torch
+from msgspec import Meta, Struct
 
 from headrace.backends.base import Cells, PrefillSink, SpanWriter
+from headrace.backends.options import read_options
 from headrace.engine.layers import manifest
-from headrace.engine.loading import LoadedModel, load_model, model_options
+from headrace.engine.loading import LoadedModel, load_model
 from headrace.engine.prefill import TakenCache, Taker, run_prefill
 from headrace.engine.tensors import as_bytes, copy_in
 from headrace.errors import Closed, LocalProtocolError, Refused
@@ -26,22 +28,36 @@ from headrace.plan import Plan
 States = tuple[torch.Tensor, torch.Tensor]
 
 
-def open(config: Mapping[str, object]) -> TorchEngine:
-    """Load the engine: `model` (a directory), `dtype`, `threads`, `attn`, `device`,
-    `max_positions`.
+class Options(Struct, frozen=True, forbid_unknown_fields=True):
+    """What `open` takes.
+
+    model: a directory with config.json and safetensors. attn: the attention implementation, by
+    default the model's best. max_positions: the longest prompt, by default the model's longest.
+    """
+
+    model: str
+    dtype: str = "float32"
+    threads: Annotated[int, Meta(ge=1)] = 1
+    attn: str | None = None
+    device: str = "cpu"
+    max_positions: Annotated[int, Meta(ge=1)] | None = None
+
+
+def open(config: Mapping[str, Any]) -> TorchEngine:
+    """Load the engine from the fields of `Options`.
 
     Raises:
         Refused: an option is unknown or wrong, or the model's cache is not supported.
     """
-    options = model_options(config, {"max_positions": None})
+    options = read_options(config, Options, "torch")
     model = load_model(
-        Path(options["model"]),
-        dtype=options["dtype"],
-        threads=options["threads"],
-        attention=options["attn"],
-        device=options["device"],
+        Path(options.model),
+        dtype=options.dtype,
+        threads=options.threads,
+        attention=options.attn,
+        device=options.device,
     )
-    return TorchEngine(model, options["max_positions"] or model.max_positions)
+    return TorchEngine(model, options.max_positions or model.max_positions)
 
 
 class TorchEngine:
@@ -79,10 +95,9 @@ class TorchEngine:
                 f"{len(tokens)} tokens from position {start}, the plan has {num_tokens}"
             )
         route = _route(sink, start)
-        logits = run_prefill(
+        logits, ready_ns = run_prefill(
             self._model, self._manifest.layers, tokens, sink.options.prefill_chunk, route
         )
-        ready_ns = time.monotonic_ns()
         route.finish()
         sink.final(as_bytes(logits), ready_ns=ready_ns)
 
@@ -98,6 +113,8 @@ def _route(sink: PrefillSink, start: int) -> _Streamed | _Kept:
             return _Kept(sink, start, by_chunk=True)
         case "whole":
             return _Kept(sink, start, by_chunk=False)
+        case unknown:
+            assert_never(unknown)
 
 
 @dataclass

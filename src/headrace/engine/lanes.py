@@ -12,8 +12,6 @@ the front, which costs one row's copy per step on average and keeps the view in 
 
 from __future__ import annotations
 
-import errno
-import mmap
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -21,12 +19,12 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
+from headrace.engine.host import HostMemory
 from headrace.engine.tensors import DTYPES
-from headrace.errors import DeviceError, LocalProtocolError, Refused
+from headrace.errors import LocalProtocolError
 from headrace.geometry import Layer, Part, Sliding
 from headrace.plan import live_window
 
-MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; the mmap module does not name it
 _ALIGNMENT: Final = 4096
 
 
@@ -43,8 +41,9 @@ class LaneStorage:
             for layer in layers
         ]
         self.nbytes = max(_ALIGNMENT, sum(map(sum, sizes)))
-        flat = torch.from_numpy(np.frombuffer(_touched(self.nbytes), dtype=np.uint8))
-        self.address = flat.data_ptr()
+        memory = HostMemory(self.nbytes, "a lane")
+        flat = torch.from_numpy(np.frombuffer(memory.view, dtype=np.uint8))
+        self.address = memory.address
         self.parts: list[tuple[torch.Tensor, ...]] = []
         offset = 0
         for layer, nbytes in zip(layers, sizes, strict=True):
@@ -203,42 +202,6 @@ def _rows_of(layer: Layer, parts: tuple[torch.Tensor, ...]) -> FullRows | Slidin
 
 def _part(flat: torch.Tensor, part: Part, rows: int) -> torch.Tensor:
     return flat.view(DTYPES[part.dtype]).view(part.heads, rows, part.head_dim)
-
-
-def _touched(nbytes: int) -> mmap.mmap:
-    """Private memory with every page present: a first touch during an import would cost more than
-    the copy.
-    """
-    try:
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as exc:
-        raise _no_memory(nbytes, exc) from exc
-    _advise(memory, getattr(mmap, "MADV_HUGEPAGE", None))
-    if not _advise(memory, MADV_POPULATE_WRITE):
-        np.frombuffer(memory, dtype=np.uint8)[::_ALIGNMENT] = 0
-    return memory
-
-
-def _advise(memory: mmap.mmap, advice: int | None) -> bool:
-    """Whether the kernel took the advice; an old one does not know it."""
-    if advice is None:
-        return False
-    try:
-        memory.madvise(advice)
-    except OSError as exc:
-        if exc.errno == errno.EINVAL:
-            return False
-        if exc.errno == errno.ENOMEM:
-            raise _no_memory(len(memory), exc) from exc
-        raise DeviceError(f"madvise({advice}) of {len(memory)} bytes: {exc}") from exc
-    return True
-
-
-def _no_memory(nbytes: int, exc: OSError) -> Refused:
-    return Refused(
-        f"no memory for a lane of {nbytes} bytes ({exc}); use fewer lanes or a smaller context",
-        field="lanes",
-    )
 
 
 def _align(nbytes: int) -> int:

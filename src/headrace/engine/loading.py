@@ -8,7 +8,7 @@ with.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,10 @@ def load_model(
         )
     except (OSError, ValueError, KeyError) as exc:
         raise Refused(f"{directory} does not load as a causal model: {exc}", field="model") from exc
-    module.eval().requires_grad_(False).to(device)
+    try:
+        module.eval().requires_grad_(False).to(device)
+    except (RuntimeError, AssertionError) as exc:  # how torch says that there is no such device
+        raise Refused(f"torch cannot use device {device!r}: {exc}", field="device") from exc
     return LoadedModel(
         module=module,
         config=module.config.get_text_config(decoder=True),
@@ -142,31 +145,6 @@ def load_config(directory: Path) -> Any:
     except (OSError, ValueError, KeyError) as exc:
         raise Refused(f"{directory} has no usable config.json: {exc}", field="model") from exc
     return config.get_text_config(decoder=True)
-
-
-def model_options(config: Mapping[str, object], extra: Mapping[str, object]) -> dict[str, Any]:
-    """The options of a backend that runs a model, checked and with defaults filled in.
-
-    `extra` names the backend's own options beside the model's and gives their defaults.
-
-    Raises:
-        Refused: the model is missing, or an option is unknown or of the wrong type.
-    """
-    defaults = {"dtype": "float32", "threads": 1, "attn": None, "device": "cpu", **extra}
-    unknown = sorted(set(config) - set(defaults) - {"model"})
-    if unknown:
-        raise Refused(
-            f"unknown option {unknown[0]!r}; known are {sorted({'model', *defaults})}",
-            field=unknown[0],
-        )
-    if not isinstance(config.get("model"), str | Path):
-        raise Refused("the option 'model' must name a model directory", field="model")
-    options = {**defaults, **config}
-    for name in ("threads", *extra):
-        value = options[name]
-        if value is not None and (type(value) is not int or value < 1):
-            raise Refused(f"{name} is {value!r}; give a positive number", field=name)
-    return options
 
 
 def _cache_argument(module: Any) -> str:

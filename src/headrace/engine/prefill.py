@@ -7,6 +7,7 @@ calls are the same whatever is done with the states, which is why the route chan
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -86,9 +87,11 @@ def run_prefill(
     tokens: Sequence[int],
     prefill_chunk: int,
     taker: Taker,
-) -> torch.Tensor:
-    """Compute `tokens`, `prefill_chunk` positions at once (0 = all); returns the last position's
-    float32 logits.
+) -> tuple[torch.Tensor, int]:
+    """Compute `tokens`, `prefill_chunk` positions at once (0 = all).
+
+    Returns the last position's float32 logits, and when they were there (host CLOCK_MONOTONIC, ns),
+    which is before the last chunk's states are taken away.
 
     Raises:
         LocalProtocolError: a token is unknown, or a layer's states differ from its geometry.
@@ -103,5 +106,6 @@ def run_prefill(
         cache.last = stop == num_tokens
         taker.begin(start, stop)
         logits = model.forward(ids[:, start:stop], cache)
+        ready_ns = time.monotonic_ns()
         taker.end(start, stop, cache)
-    return logits
+    return logits, ready_ns

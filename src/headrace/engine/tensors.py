@@ -47,7 +47,7 @@ def over_region(
 ) -> torch.Tensor:
     """A tensor [heads, positions, head_dim] over a region of a slot, whatever its layout.
 
-    It keeps the mapping alive, and keeps `buffer` from being released while it lives.
+    It holds an export of the mapping's buffer, so the bytes stay even if `buffer` is released.
 
     Raises:
         LocalProtocolError: the region is not `positions` of `part`, or reaches past the buffer.
