@@ -31,8 +31,9 @@ from headrace.messages import (
 )
 from headrace.plan import Plan, compile_plan
 from headrace.process import ChildProcess, die_with_parent
+from headrace.protocol.books import Limits
 from headrace.protocol.commands import Publish, StartImport, StartPrefill
-from headrace.protocol.owner import Limits, Owner
+from headrace.protocol.owner import Owner
 
 NUM_TOKENS = 2048
 ROW = Progress(AttemptId(2**60, 7, 1), 0, 3, (Span(4, 5, 0, NUM_TOKENS),), (), 2**50, 2**50)

@@ -44,8 +44,10 @@ def slab_command(
             mine = [row for row in rows if row["form"] == form and row["size_mb"] == size_mb]
             _console.print(
                 f"{size_mb:>5} MiB {form}: wall x{spread([r['wall_ratio'] for r in mine])}  "
-                f"cpu x{spread([r['cpu_ratio'] for r in mine])}  "
-                f"machine busy before {spread([r['busy_before'] for r in mine])}"
+                f"cpu x{spread([r['cpu_ratio'] for r in mine])}  two memcpys at once "
+                f"x{spread([r['memcpy_wall_ns'] / r['two_memcpy_wall_ns'] for r in mine])}  "
+                f"machine busy before {spread([r['busy_before'] for r in mine])}",
+                soft_wrap=True,
             )
     return 0
 
@@ -88,7 +90,8 @@ def _print_routes(rows: list[dict[str, Any]]) -> None:
             f"{route:>9}: prefill {spread([r['prefill_ns'] / 1e6 for r in mine])} ms  "
             f"tail {spread([r['tail_ns'] / 1e6 for r in mine])} ms  "
             f"decode in the way {spread([r['decode_in_the_way_ns'] / 1e6 for r in mine])} ms  "
-            f"early {early}"
+            f"early {early}",
+            soft_wrap=True,
         )
     streamed = by_route["streamed"][0]
     bound = 1 - streamed["last_group_nbytes"] / streamed["kv_nbytes"]
