@@ -16,7 +16,7 @@ from msgspec import Struct
 from headrace.errors import Refused
 
 PROTOCOL_VERSION: Final = 1
-MAX_LAYERS: Final = 4096
+MAX_LAYERS: Final = 512  # so that a manifest with long names fits into one message
 MAX_POSITIONS: Final = 1 << 32
 MAX_EXTENT: Final = 1 << 24  # of one dimension of a part, of the vocabulary
 
@@ -150,6 +150,11 @@ def agree(source: Manifest, decoder: Manifest) -> Layout:
         raise Refused(
             f"emits: source {source.emits}, decoder accepts {decoder.emits}", field="emits"
         )
+    if source.digests and decoder.digests and not set(source.digests) & set(decoder.digests):
+        raise Refused(
+            f"digests: source makes {source.digests}, decoder checks {decoder.digests}",
+            field="digests",
+        )
     if source.layouts[0] not in decoder.layouts:
         raise Refused(
             f"layouts: source writes {source.layouts[0]}, decoder accepts {decoder.layouts}",
@@ -212,6 +217,8 @@ def _check_layer(layer: Layer, by_name: dict[str, Layer]) -> None:
         _check(f"{where}.window", layer.kind.window >= 1, f"is {layer.kind.window}")
         _check(f"{where}.tail", layer.kind.tail >= 0, f"is {layer.kind.tail}")
     _check(f"{where}.parts", bool(layer.parts), "is empty")
+    names = [part.name for part in layer.parts]
+    _check(f"{where}.parts", len(set(names)) == len(names), f"names a part twice: {names}")
     for part in layer.parts:
         extents = (part.heads, part.head_dim)
         _check(

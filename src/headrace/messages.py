@@ -23,6 +23,7 @@ MAX_SPANS: Final = 64
 MAX_PROGRESS: Final = 128
 MAX_TEXT: Final = 4096
 MAX_INTERVALS: Final = 256
+MAX_STOP_TOKENS: Final = 256
 
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -175,7 +176,7 @@ class Submit(_Message, frozen=True, tag="submit"):
     prefill_chunk: Count
     emission: Emission
     digest: bool
-    stop_tokens: tuple[Count, ...]
+    stop_tokens: Annotated[tuple[Count, ...], Meta(max_length=MAX_STOP_TOKENS)]
     sampling: Sampling
     audit: bool
     trace: bool

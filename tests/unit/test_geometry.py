@@ -124,6 +124,14 @@ def test_emissions_without_a_common_one_are_refused() -> None:
     assert refusal.value.field == "emits"
 
 
+def test_digests_without_a_common_one_are_refused() -> None:
+    with pytest.raises(Refused, match=r"makes \('xxh3',\), decoder checks") as refusal:
+        agree(source_manifest(digests=("xxh3",)), decoder_manifest())
+    assert refusal.value.field == "digests"
+    for makes, checks in [(("xxh3", "crc32"), ("crc32",)), ((), ("crc32",)), (("xxh3",), ())]:
+        agree(source_manifest(digests=makes), decoder_manifest(digests=checks))
+
+
 CONTRADICTIONS: list[tuple[str, Manifest]] = [
     ("role", source_manifest()),
     ("layouts", msgspec.structs.replace(D, layouts=())),
@@ -140,6 +148,8 @@ CONTRADICTIONS: list[tuple[str, Manifest]] = [
     ("layers[layers.0].window", with_layer(D, 0, kind=Sliding(0, 0))),
     ("layers[layers.0].tail", with_layer(D, 0, kind=Sliding(4, -1))),
     ("layers[layers.1].parts", with_layer(D, 1, parts=())),
+    ("layers[layers.1].parts", with_layer(D, 1, parts=(K, K))),
+    ("layers[layers.1].parts", with_part(D, name="v")),
     ("layers[layers.1].k", with_part(D, heads=0)),
     ("layers[layers.1].k", with_part(D, head_dim=-1)),
     ("layers[layers.1].k", with_part(D, head_dim=MAX_EXTENT + 1)),

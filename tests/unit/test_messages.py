@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from headrace import messages as wire
 from headrace.errors import RemoteProtocolError
-from headrace.geometry import Full, Latent, Layer, Part, Shared, Sliding, State
+from headrace.geometry import MAX_LAYERS, Full, Latent, Layer, Part, Shared, Sliding, State
 from headrace.ids import AttemptId, Span
 from headrace.messages import (
     MAX_SPANS,
+    MAX_STOP_TOKENS,
     MAX_TEXT,
     Attached,
     Cancel,
@@ -215,6 +216,11 @@ def test_texts_and_batches_are_bounded() -> None:
     assert refused(wire.decode_from_source, ["failed", A, 0, 0, "x" * (MAX_TEXT + 1)])
     intervals = [raw(Interval("x", 0, 0, 0))] * 257
     assert refused(wire.decode_from_owner, ["events", 0, "owner", intervals])
+    stops = raw(SUBMIT).index([1, 2])
+    for count, legal in ((0, True), (MAX_STOP_TOKENS, True), (MAX_STOP_TOKENS + 1, False)):
+        array = raw(SUBMIT)
+        array[stops] = [U64] * count
+        assert refused(wire.decode_to_owner, array) != legal
 
 
 @pytest.mark.parametrize(
@@ -296,8 +302,9 @@ def long_named(count: int) -> tuple[Layer, ...]:
     )
 
 
-def test_a_manifest_of_512_layers_stays_under_64_kib() -> None:
-    hello = Hello(U64, decoder_manifest(layers=long_named(512), model="f" * 64), U64, U64, U64)
+def test_the_largest_manifest_stays_under_64_kib() -> None:
+    listed = long_named(MAX_LAYERS)
+    hello = Hello(U64, decoder_manifest(layers=listed, model="f" * 64), U64, U64, U64)
     assert len(encode(hello)) < CONTROL_NBYTES - 512
 
 

@@ -36,7 +36,7 @@ class Admission:
 
     def next_for_storage(self) -> Handoff | None:
         """Who gets a free lane: the oldest parked, else the oldest waiting; None without a lane."""
-        if not self.lanes_free:
+        if self.lanes_free <= 0:  # below: one that is promised was lost
             return None
         return self._oldest(HandoffState.PARKED) or self._oldest(HandoffState.WAITING)
 

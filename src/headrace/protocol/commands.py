@@ -48,6 +48,14 @@ class SendCancel:
 
 
 @dataclass(frozen=True, slots=True)
+class KillSource:
+    """The source did not give a write token back in time: end it, so that its death proves it."""
+
+    source: SourceId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StartImport:
     """Copy the cells of `piece` into the reservation; report by `import_id` when fenced."""
 
@@ -109,6 +117,7 @@ Command: TypeAlias = (
     Reserve
     | StartPrefill
     | SendCancel
+    | KillSource
     | StartImport
     | CheckDigest
     | Publish

@@ -27,6 +27,7 @@ from typing import ClassVar
 from headrace.coverage import Coverage
 from headrace.errors import LocalProtocolError, RemoteProtocolError
 from headrace.ids import AttemptId, ImportId, SourceId, Span
+from headrace.messages import MAX_PROGRESS
 from headrace.plan import Plan
 from headrace.protocol.commands import Outcome
 from headrace.protocol.machine import Machine
@@ -129,6 +130,7 @@ class Handoff(Machine[HandoffState, HandoffEvent]):
         self._queue: deque[tuple[SpanImport, Span, int]] = deque()
         self._flights: dict[ImportId, Flight] = {}
         self._queued_nbytes = 0
+        self._num_progress = 0
 
     @property
     def in_flight(self) -> int:
@@ -186,12 +188,15 @@ class Handoff(Machine[HandoffState, HandoffEvent]):
             raise RemoteProtocolError(f"{self._name}: progress after the final")
         if (digests or self.digest) and len(digests) != len(spans):
             raise RemoteProtocolError(f"{self._name}: {len(spans)} spans, {len(digests)} digests")
+        if self._num_progress == MAX_PROGRESS:
+            raise RemoteProtocolError(f"{self._name}: more than {MAX_PROGRESS} progress messages")
         self._claimed.add(spans)
+        self._num_progress += 1
         plan = self._expect_plan()
         for at, span in enumerate(spans):
             if plan.span_nbytes(span):  # a span without cells is legal and moves nothing
                 self._enqueue(span, digests[at] if digests else None, plan, chunk_nbytes)
-        self.last_progress_ns = now_ns
+                self.last_progress_ns = now_ns
         self._step(HandoffEvent.PROGRESS)
 
     def source_final(self, token: int | None, now_ns: int) -> None:

@@ -11,20 +11,26 @@ independently: storage is freed when no import runs, the slot when its tokens ar
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TypeAlias, assert_never
+from functools import partial
+from typing import assert_never
 
 from headrace.errors import LocalProtocolError, Refused, RemoteProtocolError
-from headrace.ids import AttemptId, ImportId, RequestId, SlotIndex, SourceId
+from headrace.ids import AttemptId, ImportId, RequestId, SourceId
 from headrace.messages import Failed, Progress, Released, SourceFinal
-from headrace.plan import Plan
-from headrace.protocol.admission import Admission
+from headrace.protocol.books import (
+    DECIDED,
+    AttemptMessage,
+    Books,
+    PlanFor,
+    RequestRecord,
+    Source,
+)
 from headrace.protocol.commands import (
     CheckDigest,
     Command,
     Free,
+    KillSource,
     Outcome,
     Publish,
     Quarantine,
@@ -37,60 +43,13 @@ from headrace.protocol.commands import (
 from headrace.protocol.handoff import Handoff, HandoffState
 from headrace.protocol.slots import Slot, SlotState, SlotTable
 
-AttemptMessage: TypeAlias = Progress | SourceFinal | Failed | Released
-PlanFor: TypeAlias = Callable[[int], Plan]
-
-_DECIDED = (HandoffState.PUBLISHED, HandoffState.DRAINING, HandoffState.ENDED)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What bounds an owner. Times in ns; bytes are those of the cells that are copied."""
-
-    num_lanes: int
-    context: int
-    prefetch_depth: int = 1
-    chunk_nbytes: int = 4 << 20
-    progress_timeout_ns: int = 600 * 10**9
-    drain_timeout_ns: int = 30 * 10**9
+NO_SLOT = "no prefill source is left in service"
+NO_LANE = "no decoder storage is left in service"
+NO_REASON = "the device failed and gave no reason"
 
 
-@dataclass(slots=True)
-class _Source:
-    slots: SlotTable
-    plan_for: PlanFor
-    running: AttemptId | None = None
-    dead: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Import:
-    handoff: Handoff
-    slot: Slot | None  # None: a digest check, which reads the reservation and not the slot
-    expected: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    handoff: Handoff
-    deadline_ns: int | None
-
-
-class Owner:
+class Owner(Books):
     """Sans-IO owner of one decoder's storage and of its sources' slots."""
-
-    def __init__(self, epoch: int, limits: Limits) -> None:
-        self.epoch = epoch
-        self.limits = limits
-        self.dropped: Counter[str] = Counter()
-        self._lanes_quarantined = 0
-        self._admission = Admission(limits.num_lanes, limits.prefetch_depth)
-        self._sources: dict[SourceId, _Source] = {}
-        self._requests: dict[RequestId, _Request] = {}
-        self._imports: dict[ImportId, _Import] = {}
-        self._commands: list[Command] = []
-        self._next_request = 0
-        self._next_import = 0
 
     # What comes in.
 
@@ -98,7 +57,7 @@ class Owner:
         """A source attached; `plan_for(n)` compiles the plan of a prompt of n tokens for it."""
         if source in self._sources:
             raise LocalProtocolError(f"source {source} is attached already")
-        self._sources[source] = _Source(SlotTable(num_slots), plan_for)
+        self._sources[source] = Source(SlotTable(num_slots), plan_for)
         self._admit(now_ns)
 
     def submit(
@@ -114,7 +73,7 @@ class Owner:
         `digest`: the source is asked to stamp every span, and one without a stamp is malformed.
 
         Raises:
-            Refused: it can never fit, or no source is left to prefill it.
+            Refused: it can never fit, or no source or no storage is left in service.
         """
         if not 1 <= num_tokens <= self.limits.context:
             raise Refused(
@@ -122,12 +81,14 @@ class Owner:
                 f"{self.limits.context}; raise --context or change the prompt",
                 field="prompt",
             )
-        if all(source.dead for source in self._sources.values()):
-            raise Refused("no prefill source is running", field="source")
+        if self.no_slot_left:
+            raise Refused(NO_SLOT, field="source")
+        if self.no_lane_left:
+            raise Refused(NO_LANE, field="decoder")
         attempt = AttemptId(self.epoch, self._next_request, 1)
         self._next_request += 1
         handoff = Handoff(attempt, num_tokens, digest=digest)
-        self._requests[attempt.request] = _Request(handoff, deadline_ns)
+        self._requests[attempt.request] = RequestRecord(handoff, deadline_ns)
         self._admission.join(handoff)
         self._admit(now_ns)
         return attempt.request
@@ -135,6 +96,9 @@ class Owner:
     def message(self, source_id: SourceId, message: AttemptMessage, now_ns: int) -> None:
         """A source told something about an attempt."""
         source = self._attached(source_id)
+        if source.dead:
+            self.dropped["dead"] += 1
+            return
         handoff = self._live(source_id, message.attempt)
         slot = self._leased(source, message)
         if slot is None:
@@ -162,16 +126,13 @@ class Owner:
                 if handoff is not None and not handoff.final:
                     self._end(handoff, Outcome.FAILED, reason, now_ns)
                 slot.writer_back()
-        if all(other.dead for other in self._sources.values()):
-            for handoff in self._admission.waiting():
-                if handoff.lease is None:
-                    self._end(handoff, Outcome.FAILED, reason, now_ns)
+        self._fail_stranded(reason, now_ns)
         self._admit(now_ns)
 
     def cancel(self, request: RequestId, now_ns: int) -> bool:
         """The caller wants no more; False if the hand-off was decided before."""
         entry = self._requests.get(request)
-        if entry is None or entry.handoff.state in _DECIDED:
+        if entry is None or entry.handoff.state in DECIDED:
             return False
         self._end(entry.handoff, Outcome.CANCELLED, "cancelled by the caller", now_ns)
         self._admit(now_ns)
@@ -202,7 +163,7 @@ class Owner:
         span = handoff.span_of(import_id)
         good = actual == record.expected
         handoff.end_import(import_id, good=good)
-        if not good and handoff.state not in _DECIDED:
+        if not good and handoff.state not in DECIDED:
             reason = f"digest of {span}: {actual:#x} landed, {record.expected:#x} sent"
             self._end(handoff, Outcome.FAILED, reason, now_ns)
         self._after(handoff, now_ns)
@@ -213,9 +174,9 @@ class Owner:
         The slot's read token stays out, so the slot ends in quarantine, as the storage does.
         """
         handoff = self._take_import(import_id).handoff
-        handoff.quarantine_reason = reason
+        handoff.quarantine_reason = reason or NO_REASON
         handoff.end_import(import_id, good=False)
-        if handoff.state not in _DECIDED:
+        if handoff.state not in DECIDED:
             self._end(handoff, Outcome.FAILED, reason, now_ns)
         self._after(handoff, now_ns)
 
@@ -227,20 +188,41 @@ class Owner:
         self._commands.append(Report(attempt.request, Outcome.PUBLISHED, ""))
         self._admit(now_ns)
 
+    def reserve_refused(self, attempt: AttemptId, reason: str, now_ns: int) -> None:
+        """The decoder set nothing aside: the attempt fails and the lane stays in service."""
+        handoff = self._known(attempt)
+        if not handoff.has_storage or handoff.in_flight or handoff.outcome is not None:
+            raise LocalProtocolError(f"hand-off {attempt} is {handoff.state.name}: not reserving")
+        handoff.has_storage = False
+        self._admission.lanes_free += 1
+        self._end(handoff, Outcome.FAILED, reason, now_ns)
+        self._admit(now_ns)
+
     def device_failed(self, attempt: AttemptId, reason: str, now_ns: int) -> None:
         """A reserve or a publish failed: the storage is set apart and the attempt fails."""
         handoff = self._known(attempt)
-        handoff.quarantine_reason = reason
+        handoff.quarantine_reason = reason or NO_REASON
         if handoff.state is not HandoffState.DRAINING:
             self._end(handoff, Outcome.FAILED, reason, now_ns)
         self._admit(now_ns)
 
-    def retire(self, request: RequestId, now_ns: int) -> None:
-        """Nobody decodes the published entry any more: its storage can be freed."""
+    def retire(self, request: RequestId, now_ns: int, quarantine_reason: str = "") -> None:
+        """Nobody decodes the published entry any more: its storage can be freed, or set apart."""
         state = self.state_of(request)
         if state is not HandoffState.PUBLISHED:
             raise LocalProtocolError(f"request {request} is {state.name}, not PUBLISHED")
-        self._end(self._requests[request].handoff, Outcome.PUBLISHED, "", now_ns)
+        handoff = self._requests[request].handoff
+        handoff.quarantine_reason = quarantine_reason
+        self._end(handoff, Outcome.PUBLISHED, "", now_ns)
+        self._admit(now_ns)
+
+    def lane_lost(self, now_ns: int) -> None:
+        """The device failed to free a lane: it is taken out of service.
+
+        It may be promised to another by now: then the count of free lanes is below zero until
+        that one gives its own back, or is refused.
+        """
+        self._take_lane_out()
         self._admit(now_ns)
 
     def tick(self, now_ns: int) -> None:
@@ -279,67 +261,24 @@ class Owner:
         out, self._commands = self._commands, []
         return out
 
-    @property
-    def has_pieces(self) -> bool:
-        """Whether `begin_imports` would begin something."""
-        return any(handoff.has_pieces for handoff in self._handoffs())
-
-    @property
-    def num_in_flight(self) -> int:
-        """Imports and digest checks begun and not reported back."""
-        return len(self._imports)
-
     def next_deadline_ns(self) -> int | None:
         """When `tick` must be called next."""
         return min((due_ns for due_ns, _ in self._deadlines(0)), default=None)
-
-    def state_of(self, request: RequestId) -> HandoffState:
-        """The state of a request's hand-off; ENDED once it is forgotten."""
-        entry = self._requests.get(request)
-        return HandoffState.ENDED if entry is None else entry.handoff.state
-
-    def statistics(self) -> dict[str, dict[str, int]]:
-        """Counts of lanes, slots (all sources) and hand-offs by state, and of dropped messages."""
-        slots: Counter[str] = Counter()
-        for source in self._sources.values():
-            slots.update(source.slots.statistics())
-        handoffs = Counter(handoff.state.name.lower() for handoff in self._handoffs())
-        lanes = {"free": self._admission.lanes_free, "quarantined": self._lanes_quarantined}
-        lanes["held"] = sum(handoff.has_storage for handoff in self._handoffs())
-        return {
-            "lanes": lanes,
-            "slots": dict(slots),
-            "handoffs": dict(handoffs),
-            "dropped": dict(self.dropped),
-        }
-
-    def check_integrity(self) -> None:
-        """Every lane, slot and read token is accounted for by exactly one hand-off.
-
-        Raises:
-            LocalProtocolError: with what does not add up.
-        """
-        lanes = self.statistics()["lanes"]
-        if sum(lanes.values()) != self.limits.num_lanes:
-            raise LocalProtocolError(f"lanes {lanes} are not {self.limits.num_lanes} in all")
-        for source_id, source in self._sources.items():
-            for slot in source.slots:
-                free = slot.state is SlotState.FREE
-                if free == (slot.holder is not None or slot.writer_out or bool(slot.readers)):
-                    raise LocalProtocolError(f"slot {slot.index} of {source_id}: {slot.state}")
-                handoff = self._live(source_id, slot.holder)
-                ended = slot.state in (SlotState.DRAINING, SlotState.QUARANTINED, SlotState.FREE)
-                if ended == (handoff is not None):
-                    raise LocalProtocolError(f"slot {slot.index} and its hand-off disagree")
-        in_flight = sum(handoff.in_flight for handoff in self._handoffs())
-        if in_flight != len(self._imports):
-            raise LocalProtocolError(f"{in_flight} imports in flight, {len(self._imports)} known")
 
     # How it is decided.
 
     def _admit(self, now_ns: int) -> None:
         while self._admit_storage() or self._admit_slot(now_ns):
             pass
+        self._fail_stranded(NO_SLOT, now_ns)
+
+    def _fail_stranded(self, no_slot_reason: str, now_ns: int) -> None:
+        """Nobody waits for what cannot be had again."""
+        for handoff in self._admission.waiting():
+            if self.no_lane_left and not handoff.has_storage:
+                self._end(handoff, Outcome.FAILED, NO_LANE, now_ns)
+            elif self.no_slot_left and handoff.lease is None:
+                self._end(handoff, Outcome.FAILED, no_slot_reason, now_ns)
 
     def _admit_storage(self) -> bool:
         handoff = self._admission.next_for_storage()
@@ -356,7 +295,8 @@ class Owner:
     def _admit_slot(self, now_ns: int) -> bool:
         num_parked = sum(h.state is HandoffState.PARKED for h in self._handoffs())
         for source_id, source in self._sources.items():
-            if source.dead or source.running is not None or not source.slots.num_free:
+            busy = source.running is not None
+            if source.dead or source.ending or busy or not source.slots.num_free:
                 continue
             handoff = self._admission.next_for_slot(
                 num_slots=len(source.slots), num_parked=num_parked
@@ -366,7 +306,7 @@ class Owner:
                 return True
         return False
 
-    def _lease(self, handoff: Handoff, source_id: SourceId, source: _Source, now_ns: int) -> None:
+    def _lease(self, handoff: Handoff, source_id: SourceId, source: Source, now_ns: int) -> None:
         plan = source.plan_for(handoff.num_tokens)  # first: it may refuse
         lease = source.slots.lease(handoff.attempt)
         handoff.take_lease(source_id, lease, plan, now_ns)
@@ -377,7 +317,7 @@ class Owner:
         if handoff.has_storage:
             self._admission.leave(handoff)
 
-    def _released(self, source: _Source, slot: Slot, handoff: Handoff | None, now_ns: int) -> None:
+    def _released(self, source: Source, slot: Slot, handoff: Handoff | None, now_ns: int) -> None:
         if not slot.writer_out:
             self._protocol_fault(handoff, "the write token came back twice", now_ns)
             return
@@ -398,6 +338,9 @@ class Owner:
                     token = message.token if message.first == "token" else None
                     handoff.source_final(token, now_ns)
                     self._publish_if_ready(handoff)
+                case Failed() if handoff.final:
+                    reason = f"failed after its final: {message.reason}"
+                    self._protocol_fault(handoff, reason, now_ns)
                 case Failed():
                     self._end(handoff, Outcome.FAILED, message.reason, now_ns)
                 case _:
@@ -430,14 +373,18 @@ class Owner:
             return
         if handoff.has_storage:
             handoff.has_storage = False
+            self._admission.lanes_free += 1
             if handoff.quarantine_reason:
-                self._lanes_quarantined += 1
+                self._take_lane_out()
                 self._commands.append(Quarantine(handoff.attempt, handoff.quarantine_reason))
-            else:
-                self._admission.lanes_free += 1
-                if not self._withdraw(Reserve, handoff.attempt):
-                    self._commands.append(Free(handoff.attempt))
+            elif not self._withdraw(Reserve, handoff.attempt):
+                self._commands.append(Free(handoff.attempt))
         self._requests.pop(handoff.attempt.request, None)
+
+    def _take_lane_out(self) -> None:
+        if not self.no_lane_left:  # a lane that was lost while promised goes out of service once
+            self._admission.lanes_free -= 1
+            self._lanes_quarantined += 1
 
     def _after(self, handoff: Handoff, now_ns: int) -> None:
         self._publish_if_ready(handoff)
@@ -453,27 +400,32 @@ class Owner:
     def _deadlines(self, now_ns: int) -> Iterator[tuple[int, Callable[[], None]]]:
         def fail(handoff: Handoff, reason: str) -> Callable[[], None]:
             def act() -> None:
-                if handoff.state not in _DECIDED:
+                if handoff.state not in DECIDED:
                     self._end(handoff, Outcome.FAILED, reason, now_ns)
 
             return act
 
         for entry in self._requests.values():
             handoff = entry.handoff
-            if handoff.state in _DECIDED:
+            if handoff.state in DECIDED:
                 continue
             if entry.deadline_ns is not None:
                 yield entry.deadline_ns, fail(handoff, "its deadline passed")
             if handoff.lease is not None and not handoff.final:
                 due_ns = handoff.last_progress_ns + self.limits.progress_timeout_ns
                 yield due_ns, fail(handoff, "the source made no progress in time")
-        for source in self._sources.values():
+        for source_id, source in self._sources.items():
             for slot in source.slots:
                 if slot.state is SlotState.DRAINING:
-                    yield slot.draining_since_ns + self.limits.drain_timeout_ns, slot.deadline
+                    due_ns = slot.draining_since_ns + self.limits.drain_timeout_ns
+                    yield due_ns, partial(self._quarantine, source_id, slot)
 
-    def _handoffs(self) -> Iterator[Handoff]:
-        return (entry.handoff for entry in self._requests.values())
+    def _quarantine(self, source_id: SourceId, slot: Slot) -> None:
+        slot.deadline()
+        if slot.writer_out:
+            self._sources[source_id].ending = True
+            reason = f"slot {slot.index} was not given back in time"
+            self._commands.append(KillSource(source_id, reason))
 
     def _withdraw(self, kind: type[Publish] | type[Reserve], attempt: AttemptId) -> bool:
         """Take back a command that was not given out yet, so that an end outruns it."""
@@ -481,56 +433,3 @@ class Owner:
         withdrawn = len(kept) < len(self._commands)
         self._commands = kept
         return withdrawn
-
-    def _attached(self, source_id: SourceId) -> _Source:
-        if source_id not in self._sources:
-            raise LocalProtocolError(f"source {source_id} is not attached")
-        return self._sources[source_id]
-
-    def _known(self, attempt: AttemptId) -> Handoff:
-        entry = self._requests.get(attempt.request)
-        if entry is None or entry.handoff.attempt != attempt:
-            raise LocalProtocolError(f"hand-off {attempt} is unknown or over")
-        return entry.handoff
-
-    def _live(self, source_id: SourceId, attempt: AttemptId | None) -> Handoff | None:
-        """The undecided hand-off of exactly this attempt at exactly this source."""
-        entry = None if attempt is None else self._requests.get(attempt.request)
-        if entry is None or entry.handoff.attempt != attempt:
-            return None
-        handoff = entry.handoff
-        known = handoff.source == source_id and handoff.state not in _DECIDED
-        return handoff if known else None
-
-    def _leased(self, source: _Source, message: AttemptMessage) -> Slot | None:
-        if not 0 <= message.slot < len(source.slots):
-            return None
-        slot = source.slots[SlotIndex(message.slot)]
-        same = slot.generation == message.generation and slot.holder == message.attempt
-        return slot if same else None
-
-    def _slot_of(self, handoff: Handoff) -> Slot:
-        if handoff.lease is None:
-            raise LocalProtocolError(f"hand-off {handoff.attempt} has no lease")
-        return self._sources[self._source_of(handoff)].slots[handoff.lease.slot]
-
-    def _source_of(self, handoff: Handoff) -> SourceId:
-        if handoff.source is None:
-            raise LocalProtocolError(f"hand-off {handoff.attempt} has no source")
-        return handoff.source
-
-    def _new_import(self, handoff: Handoff, slot: Slot | None, expected: int = 0) -> ImportId:
-        import_id = ImportId(self._next_import)
-        self._next_import += 1
-        self._imports[import_id] = _Import(handoff, slot, expected)
-        return import_id
-
-    def _expect_import(self, import_id: ImportId) -> _Import:
-        if import_id not in self._imports:
-            raise LocalProtocolError(f"import {import_id} is not in flight")
-        return self._imports[import_id]
-
-    def _take_import(self, import_id: ImportId) -> _Import:
-        record = self._expect_import(import_id)
-        del self._imports[import_id]
-        return record

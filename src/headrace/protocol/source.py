@@ -216,9 +216,10 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
 
 def _expected_spans(prefill: Prefill, plan: Plan) -> int:
     """How many spans an engine announces that cuts as it was asked to, at most."""
-    computed = prefill.prefill_chunk or plan.num_tokens
-    moved = prefill.chunk or plan.num_tokens
-    num_chunks = -(-plan.num_tokens // min(computed, moved)) + -(-plan.num_tokens // computed)
+    computed = min(prefill.prefill_chunk or plan.num_tokens, plan.num_tokens)
+    moved = prefill.chunk or computed
+    num_whole, rest = divmod(plan.num_tokens, computed)
+    num_chunks = num_whole * -(-computed // moved) + -(-rest // moved)
     if prefill.route != "streamed":
         return num_chunks
     return num_chunks * sum(map(len, plan.layer_groups(prefill.group_layers, prefill.emission)))

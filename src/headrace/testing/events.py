@@ -7,9 +7,11 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from headrace.ids import AttemptId, Generation, ImportId, RequestId, SlotIndex, SourceId, Span
 from headrace.messages import Failed, Progress, Released, SourceFinal
-from headrace.protocol.commands import Outcome, Publish, Reserve
+from headrace.protocol.commands import Free, Outcome, Publish, Reserve
 from headrace.testing.instances import DIGEST, EPOCH, Instance
 from headrace.testing.ledger import Account, AttemptMessage, Ledger
+
+Request: TypeAlias = Reserve | Publish | Free  # what a decoder may fail to carry out
 
 
 class Submit(NamedTuple):
@@ -45,16 +47,17 @@ class Digested(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The decoder carried out a `Reserve` or a `Publish`, or failed to."""
+    """The decoder carried a command out, failed to, or (a `Reserve`) set nothing aside."""
 
-    command: Reserve | Publish
-    good: bool
+    command: Request
+    how: Literal["done", "failed", "refused"]
 
 
 class Retire(NamedTuple):
-    """Nobody decodes the entry any more."""
+    """Nobody decodes the entry any more; `good`: nor does the device still write it."""
 
     request: RequestId
+    good: bool
 
 
 class Cancel(NamedTuple):
@@ -83,7 +86,9 @@ class Outrun(NamedTuple):
 class Misuse(NamedTuple):
     """A call that the shell must not make; it raises and leaves no trace."""
 
-    call: Literal["import_done", "digest_checked", "published", "retire", "add_source"]
+    call: Literal[
+        "import_done", "digest_checked", "published", "retire", "add_source", "reserve_refused"
+    ]
     subject: ImportId | AttemptId | RequestId | SourceId
 
 
@@ -106,22 +111,24 @@ Event: TypeAlias = (
 def is_good(event: Event) -> bool:
     """Whether the event comes without a fault, a cancel or a deadline."""
     match event:
-        case Tell(good=good) | Imported(good=good) | Digested(good=good) | Answer(good=good):
+        case Tell(good=good) | Imported(good=good) | Digested(good=good) | Retire(good=good):
             return good
-        case Submit() | Begin() | Retire():
+        case Answer(how=how):
+            return how == "done"
+        case Submit() | Begin():
             return True
         case _:
             return False
 
 
-def events(
-    instance: Instance, ledger: Ledger, unanswered: tuple[Reserve | Publish, ...]
-) -> Iterator[Event]:
+def events(instance: Instance, ledger: Ledger, unanswered: tuple[Request, ...]) -> Iterator[Event]:
     """Every event that can come now. A command's answer comes before anything else."""
     if unanswered:
-        yield Answer(unanswered[0], good=True)
+        yield Answer(unanswered[0], "done")
         if instance.device_faults:
-            yield Answer(unanswered[0], good=False)
+            yield Answer(unanswered[0], "failed")
+            if isinstance(unanswered[0], Reserve):
+                yield Answer(unanswered[0], "refused")
         return
     if len(ledger.accounts) < instance.requests:
         yield Submit()
@@ -159,19 +166,23 @@ def _events_of(
     if instance.cancels:
         yield Cancel(attempt.request)
     if account.outcome is Outcome.PUBLISHED and not account.over:
-        yield Retire(attempt.request)
+        yield Retire(attempt.request, good=True)
+        if instance.device_faults:
+            yield Retire(attempt.request, good=False)
     elif instance.malice and not account.over:
         yield Misuse("retire", attempt.request)
     if instance.malice and not account.over:
         yield Misuse("published", attempt)
+        if decided or account.flights or not account.storage:
+            yield Misuse("reserve_refused", attempt)
     if account.place is None:
         if instance.malice:
             yield Tell(SourceId(0), _progress(attempt, 0, 0, instance.spans[:1]), good=False)
             yield Tell(SourceId(0), Released(attempt, 0, 0), good=False)
         return
     source = account.place[0]
-    if source in ledger.dead:
-        return  # its channel is read dry before its death is told
+    if source in ledger.dead and not instance.malice:
+        return
     for message, good in _messages(instance, ledger, attempt, account):
         yield Tell(source, message, good)
         if good and isinstance(message, SourceFinal) and instance.malice and instance.cancels:

@@ -8,7 +8,8 @@ that leads there.
 That every run ends is checked on the same graph. A good event is one that a source, a decoder or a
 caller brings without a fault, a cancel or a deadline. The graph of the good events that change
 something has no cycle, and where it ends, everything has ended: every request decided, every lane
-and slot free or set apart.
+and slot free or set apart. One wait is left to the clock: that for a slot whose read token never
+comes back, up to its drain deadline.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any, ClassVar
 from headrace.ids import AttemptId, RequestId
 from headrace.messages import Failed, Progress, Released, SourceFinal
 from headrace.plan import Plan
+from headrace.protocol import handoff
 from headrace.protocol.commands import Outcome
 from headrace.protocol.machine import Machine
 from headrace.testing.events import Event, Misuse, Tell, is_good
@@ -47,15 +49,15 @@ class Unruly(Violation):
 class Walk:
     """What a walk saw.
 
-    stranded: states that no good event leaves although a hand-off waits, because no lane, or no
-    slot of a living source, is left in service.
+    overdue: states that no good event leaves although a hand-off waits: for a slot that is given up
+    at its drain deadline.
     """
 
     instance: Instance
     num_states: int = 0
     num_edges: int = 0
     depth: int = 0
-    stranded: int = 0
+    overdue: int = 0
     states: set[Enum] = field(default_factory=set)
     outcomes: set[Outcome] = field(default_factory=set)
 
@@ -66,7 +68,8 @@ def walk(instance: Instance) -> Walk:
     Raises:
         Unruly: at the first broken rule.
     """
-    return _Walker(instance).run()
+    with _bound_on_progress(instance.max_progress):
+        return _Walker(instance).run()
 
 
 def describe(event: Event) -> str:
@@ -99,6 +102,16 @@ def recording(taken: set[tuple[type, Enum, Enum]]) -> Iterator[None]:
         yield
     finally:
         Machine._step = step  # type: ignore[method-assign]
+
+
+@contextmanager
+def _bound_on_progress(count: int) -> Iterator[None]:
+    bounds = vars(handoff)
+    kept, bounds["MAX_PROGRESS"] = bounds["MAX_PROGRESS"], count
+    try:
+        yield
+    finally:
+        bounds["MAX_PROGRESS"] = kept
 
 
 class _Walker:
@@ -152,7 +165,7 @@ class _Walker:
                 self._good[number].append(child)
         if not self._good[number]:
             with self._blaming(number, None):
-                self._walk.stranded += shared.check_over()
+                self._walk.overdue += shared.check_over()
 
     def _check_acyclic(self) -> None:
         """No run of good events comes back: with `check_over`, each of them ends."""

@@ -8,8 +8,9 @@ from typing import Final
 
 from headrace.geometry import Full, Kind, Layer, Manifest, Part, Sliding
 from headrace.ids import Span
+from headrace.messages import MAX_PROGRESS
 from headrace.plan import Plan, compile_plan
-from headrace.protocol.owner import Limits
+from headrace.protocol.books import Limits
 from headrace.testing.ledger import Terms
 
 EPOCH: Final = 7
@@ -21,8 +22,10 @@ class Instance:
     """One tiny owner, and which kinds of events it is walked with.
 
     slots: of each source. depth: prefetch depth. spans: how a well-behaved source cuts the transfer
-    set. deadline: ticks from submission to a request's deadline, None = no deadline. malice: also
-    malformed, stale and misdirected messages, and misuse by the shell.
+    set. deadline: ticks from submission to a request's deadline, None = no deadline. max_progress:
+    the bound on progress messages, made tiny where spans without cells could reach it. malice: also
+    malformed, stale and misdirected messages, and misuse by the shell. device_faults: whatever the
+    decoder is asked to do may fail.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Instance:
     deadline: int | None = None
     progress_timeout: int = 1
     drain_timeout: int = 1
+    max_progress: int = MAX_PROGRESS
     malice: bool = True
     deaths: bool = True
     cancels: bool = True
@@ -67,6 +71,7 @@ class Instance:
             self.chunk_nbytes,
             self.progress_timeout,
             self.drain_timeout,
+            self.max_progress,
         )
 
     @cached_property
@@ -99,6 +104,7 @@ _ALL: Final = (
         kinds=_HYBRID,
         chunk_nbytes=4,
         budgets=(1, 5, 100),
+        max_progress=4,
     ),
     Instance("digest", _CHUNKS, digest=True, device_faults=True, chunk_nbytes=2),
     Instance(
@@ -109,7 +115,16 @@ _ALL: Final = (
         digest=True,
         chunk_nbytes=4,
     ),
-    Instance("empty", (Span(0, 1, 0, 2),), requests=2, slots=(2,), depth=1, kinds=(Sliding(1, 0),)),
+    Instance(
+        "empty",
+        (Span(0, 1, 0, 2),),
+        requests=2,
+        slots=(2,),
+        depth=1,
+        kinds=(Sliding(1, 0),),
+        progress_timeout=2,
+        max_progress=2,
+    ),
     Instance("reuse", _WHOLE, requests=3, depth=1, deaths=False),
     Instance("parked", _CHUNKS, requests=2, slots=(2,), depth=1),
     Instance("prefetch", _WHOLE, requests=3, slots=(3,), depth=1, malice=False),
@@ -130,6 +145,27 @@ _ALL: Final = (
     Instance("uneven", _WHOLE, requests=3, slots=(1, 2), depth=1, malice=False, ticks=False),
     Instance("faults", _WHOLE, requests=2, lanes=2, slots=(2,), device_faults=True, malice=False),
     Instance("stranded", _WHOLE, requests=3, slots=(2,), depth=1, device_faults=True, malice=False),
+    Instance("overdue", _WHOLE, requests=2, lanes=2, device_faults=True, malice=False),
+    Instance(
+        "overdrawn",
+        _WHOLE,
+        requests=3,
+        lanes=2,
+        device_faults=True,
+        malice=False,
+        deaths=False,
+        ticks=False,
+    ),
+    Instance(
+        "refused",
+        (Span(0, 1, 0, 2),),
+        requests=2,
+        slots=(2,),
+        depth=1,
+        kinds=(Sliding(1, 0),),
+        max_progress=1,
+        device_faults=True,
+    ),
     Instance(
         "times",
         _WHOLE,

@@ -1,9 +1,10 @@
 """When two states of an owner are the same: a canonical, hashable form of one.
 
 Left out is what can change nothing any more: counters of dropped messages, the numbers of imports
-(an import is known by what it carries), the cells of a hand-off that is decided, and the age of
-what has no deadline. Every attribute of the machines is named here, read or left out on purpose:
-`check_complete` raises when a machine has one that this module does not know.
+(an import is known by what it carries), the cells of a hand-off that is decided, the age of what
+has no deadline, and the count of progress messages where no walk reaches their bound. Every
+attribute of the machines is named here, read or left out on purpose: `check_complete` raises when a
+machine has one that this module does not know.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Final
 from headrace.coverage import Coverage
 from headrace.errors import LocalProtocolError
 from headrace.ids import ImportId
+from headrace.messages import MAX_PROGRESS
 from headrace.protocol.handoff import Handoff, HandoffState
 from headrace.protocol.owner import Owner
 from headrace.protocol.slots import Slot, SlotState
@@ -28,8 +30,10 @@ _OWNER: Final = (
 _ADMISSION: Final = "lanes_free prefetch_depth _queue"
 _HANDOFF: Final = (
     "state _name attempt num_tokens digest outcome has_storage source lease final token "
-    "last_progress_ns quarantine_reason _plan _claimed _landed _queue _flights _queued_nbytes"
+    "last_progress_ns quarantine_reason _plan _claimed _landed _queue _flights _queued_nbytes "
+    "_num_progress"
 )
+_SOURCE: Final = "slots plan_for running ending dead"
 _SLOT: Final = "state _name index generation holder writer_out readers draining_since_ns"
 _COVERAGE: Final = "_windows _num_positions _have _open"
 
@@ -42,22 +46,25 @@ def check_complete(owner: Owner) -> None:
         _same(entry.handoff, _HANDOFF)
         _same(entry.handoff._claimed, _COVERAGE)
     for source in owner._sources.values():
+        _same(source, _SOURCE)
         for slot in source.slots:
             _same(slot, _SLOT)
 
 
 def key_of(owner: Owner, ledger: Ledger, now_ns: int) -> Hashable:
     """The canonical form of an owner and of the ledger that watches it."""
-    return _owner_key(owner, now_ns), _ledger_key(ledger, now_ns)
+    bound = ledger.terms.max_progress if ledger.terms.max_progress < MAX_PROGRESS else 0
+    return _owner_key(owner, bound, now_ns), _ledger_key(ledger, bound, now_ns)
 
 
 def _same(machine: object, known: str) -> None:
-    odd = vars(machine).keys() ^ known.split()
+    names = vars(machine) if hasattr(machine, "__dict__") else getattr(machine, "__slots__", ())
+    odd = set(names) ^ set(known.split())
     if odd:
         raise LocalProtocolError(f"keys: unknown attributes {odd} of {type(machine).__name__}")
 
 
-def _owner_key(owner: Owner, now_ns: int) -> Hashable:
+def _owner_key(owner: Owner, bound: int, now_ns: int) -> Hashable:
     carried: dict[ImportId, Hashable] = {}
     for entry in owner._requests.values():
         handoff = entry.handoff
@@ -71,13 +78,15 @@ def _owner_key(owner: Owner, now_ns: int) -> Hashable:
                 of,
             )
     handoffs = tuple(
-        (counter, _left(entry.deadline_ns, now_ns), _handoff_key(entry.handoff, owner, now_ns))
+        (
+            *(counter, _left(entry.deadline_ns, now_ns)),
+            *(_handoff_key(entry.handoff, owner, now_ns), min(entry.handoff._num_progress, bound)),
+        )
         for (_, counter), entry in owner._requests.items()
     )
     sources = tuple(
         (
-            source.dead,
-            source.running,
+            *(source.dead, source.ending, source.running),
             tuple(_slot_key(slot, carried, owner, now_ns) for slot in source.slots),
         )
         for source in owner._sources.values()
@@ -128,8 +137,11 @@ def _slot_key(
     return state, slot.generation, slot.holder, slot.writer_out, tuple(readers), age
 
 
-def _ledger_key(ledger: Ledger, now_ns: int) -> Hashable:
-    accounts = tuple(_account_key(account, ledger, now_ns) for account in ledger.accounts.values())
+def _ledger_key(ledger: Ledger, bound: int, now_ns: int) -> Hashable:
+    accounts = tuple(
+        (_account_key(account, ledger, now_ns), min(account.num_progress, bound))
+        for account in ledger.accounts.values()
+    )
     tickets = sorted((t.attempt.counter, t.cells, t.check) for t in ledger.tickets.values())
     slots = tuple(
         (
@@ -142,7 +154,8 @@ def _ledger_key(ledger: Ledger, now_ns: int) -> Hashable:
         )
         for slot in ledger.slots.values()
     )
-    return accounts, slots, tuple(tickets), ledger.lanes_apart, frozenset(ledger.dead)
+    gone = (frozenset(ledger.dead), frozenset(ledger.doomed))
+    return accounts, slots, tuple(tickets), ledger.lanes_apart, gone
 
 
 def _account_key(account: Account, ledger: Ledger, now_ns: int) -> Hashable:

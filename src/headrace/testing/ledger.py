@@ -31,8 +31,9 @@ class Violation(HeadraceError):
 class Verdict(Enum):
     """What must become of a message."""
 
-    DROP = auto()  # stale, late or unknown: nothing changes
-    FAULT = auto()  # its attempt fails, and nothing else
+    DROP = auto()  # stale, late, unknown or of a dead source: nothing changes
+    FAULT = auto()  # it breaks the protocol: its attempt fails, and nothing else
+    FAIL = auto()  # its attempt fails as the protocol has it
     TAKE = auto()
 
 
@@ -54,6 +55,7 @@ class Terms:
     chunk_nbytes: int
     progress_timeout_ns: int
     drain_timeout_ns: int
+    max_progress: int
 
     def cells(self, span: Span) -> int:
         """The span's cells that the transfer set has, as bits."""
@@ -87,11 +89,12 @@ class Account:
     """The facts of one attempt."""
 
     deadline_ns: int | None
-    since_ns: int = 0  # of the grant, then of the last word of its source
+    since_ns: int = 0  # of the grant, then of the last cells that were told, then of the final
     place: Place | None = None
     generation: int = 0
     storage: bool = False
     told: int = 0
+    num_progress: int = 0
     asked: int = 0
     fenced: int = 0
     landed: int = 0
@@ -159,10 +162,12 @@ class Ledger:
         self.accounts: dict[AttemptId, Account] = {}  # oldest first
         self.slots: dict[Place, SlotAccount] = {}
         self.dead: set[SourceId] = set()
+        self.doomed: set[SourceId] = set()  # to be killed
         self.tickets: dict[ImportId, Ticket] = {}
         self.lanes_apart = 0
         self.due: dict[AttemptId, Outcome] = {}  # what this event decides
         self.cancels: dict[AttemptId, bool] = {}  # whom it may cancel at the source; True: must
+        self.kills: set[Place] = set()  # the slots for which this event kills a source
         self.budget_nbytes = 0
 
     def attached(self, source: SourceId, num_slots: int) -> None:
@@ -176,23 +181,27 @@ class Ledger:
     def verdict(self, source: SourceId, message: AttemptMessage) -> Verdict:
         """What must become of a message; changes nothing."""
         account = self.accounts.get(message.attempt)
-        if account is None or account.place is None:
+        if account is None or account.place is None or source in self.dead:
             return Verdict.DROP
         live = account.outcome is None and account.place[0] == source
         slot = self._granted(source, message)
         if slot is None:
             return Verdict.FAULT if live else Verdict.DROP
         if isinstance(message, Released) and slot.writer:
-            return Verdict.TAKE if account.final or not live else Verdict.FAULT
+            return Verdict.TAKE if account.final or not live else Verdict.FAIL
         if not live:
             return Verdict.DROP
         match message:
             case Progress(spans=spans, digests=digests):
                 stamped = len(digests) == (len(spans) if digests or self.terms.digest else 0)
-                legal = not account.final and stamped and self._fresh(account, spans)
+                bounded = account.num_progress < self.terms.max_progress
+                legal = not account.final and stamped and bounded
+                legal = legal and self._fresh(account, spans)
             case SourceFinal():
                 legal = not account.final and account.told == self.terms.transfer_set
-            case Failed() | Released():
+            case Failed():
+                return Verdict.FAULT if account.final else Verdict.FAIL
+            case Released():
                 legal = False
             case _:
                 assert_never(message)
@@ -203,14 +212,15 @@ class Ledger:
         account = self.accounts[message.attempt]
         slot = self._granted(source, message)
         released = isinstance(message, Released) and slot is not None
-        if self.verdict(source, message) is Verdict.FAULT:
+        if self.verdict(source, message) in (Verdict.FAULT, Verdict.FAIL):
             # A source that has returned needs no cancel; one more does no harm.
             self.decide(message.attempt, Outcome.FAILED, now_ns, must_cancel=not released)
         elif isinstance(message, Progress):
-            account.since_ns = now_ns
+            account.num_progress += 1
             for at, span in enumerate(message.spans):
                 cells = self.terms.cells(span)
                 account.told |= cells
+                account.since_ns = now_ns if cells else account.since_ns
                 if cells and message.digests:
                     account.digests += ((cells, message.digests[at]),)
         elif isinstance(message, SourceFinal):
@@ -259,6 +269,19 @@ class Ledger:
         self.accounts[attempt].unsafe = True
         self.decide(attempt, Outcome.FAILED, now_ns)
 
+    def reserve_refused(self, attempt: AttemptId, now_ns: int) -> None:
+        """Nothing was set aside for a `Reserve`, so there is nothing to give back."""
+        self.accounts[attempt].storage = False
+        self.decide(attempt, Outcome.FAILED, now_ns)
+
+    def lane_lost(self) -> None:
+        """A lane is out of service; if it is another's by now, then only one is when that fails."""
+        self.lanes_apart = min(self.lanes_apart + 1, self.terms.num_lanes)
+
+    def retired(self, attempt: AttemptId, *, unsafe: bool) -> None:
+        self.accounts[attempt].retired = True
+        self.accounts[attempt].unsafe = unsafe
+
     def died(self, source: SourceId, now_ns: int) -> None:
         """The source is proven dead: its write tokens are back."""
         self.dead.add(source)
@@ -269,21 +292,29 @@ class Ledger:
                 if account.outcome is None and not account.final:
                     self.decide(slot.holder, Outcome.FAILED, now_ns)
                 self._quiet(place)
-        if all(place[0] in self.dead for place in self.slots):
-            for attempt in [a for a, account in self.undecided() if account.place is None]:
-                self.decide(attempt, Outcome.FAILED, now_ns)
 
     def clock(self, now_ns: int) -> None:
         """Time passed: note whose deadlines did."""
-        for slot in self.slots.values():
-            ended_ns = slot.ended_ns
-            if ended_ns is not None and ended_ns + self.terms.drain_timeout_ns <= now_ns:
+        for place, slot in self.slots.items():
+            if slot.ended_ns is None or slot.apart:
+                continue
+            if slot.ended_ns + self.terms.drain_timeout_ns <= now_ns:
                 slot.apart = True
+                if slot.writer:
+                    self.kills.add(place)
         for attempt, account in list(self.undecided()):
             late = account.deadline_ns is not None and account.deadline_ns <= now_ns
             if account.place is not None and not account.final:
                 late |= account.since_ns + self.terms.progress_timeout_ns <= now_ns
             if late:
+                self.decide(attempt, Outcome.FAILED, now_ns)
+
+    def strand(self, now_ns: int) -> None:
+        """Who waits for what is out of service for good fails."""
+        for attempt, account in list(self.undecided()):
+            lacks_lane = not account.storage and not self.lane_in_service
+            lacks_slot = account.place is None and not self.slot_in_service
+            if lacks_lane or lacks_slot:
                 self.decide(attempt, Outcome.FAILED, now_ns)
 
     def decide(
@@ -301,7 +332,18 @@ class Ledger:
         return ((a, account) for a, account in self.accounts.items() if account.outcome is None)
 
     @property
+    def lane_in_service(self) -> bool:
+        return self.lanes_apart < self.terms.num_lanes
+
+    @property
+    def slot_in_service(self) -> bool:
+        """Whether some slot may be granted, now or later."""
+        gone = self.dead | self.doomed
+        return any(at not in gone and not slot.apart for (at, _), slot in self.slots.items())
+
+    @property
     def lanes_free(self) -> int:
+        """Below zero when one that another holds was lost."""
         held = sum(account.storage for account in self.accounts.values())
         return self.terms.num_lanes - held - self.lanes_apart
 

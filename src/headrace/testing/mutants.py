@@ -12,6 +12,7 @@ from typing import Final
 from headrace import coverage
 from headrace.coverage import Coverage
 from headrace.protocol.admission import Admission
+from headrace.protocol.books import Books
 from headrace.protocol.handoff import Handoff
 from headrace.protocol.owner import Owner
 from headrace.protocol.slots import Slot
@@ -42,7 +43,7 @@ def hunt(mutant: Mutant) -> str | None:
 
 _PLACES: Final[dict[str, type | ModuleType]] = {
     "coverage": coverage,
-    **{c.__name__: c for c in (Coverage, Handoff, Slot, Owner, Admission, SourceAttempt)},
+    **{c.__name__: c for c in (Coverage, Handoff, Slot, Books, Owner, Admission, SourceAttempt)},
 }
 
 _BUGS: Final = r"""
@@ -99,6 +100,15 @@ one: too many digests are taken
     len(digests) != len(spans) => len(digests) < len(spans)
 times: progress does not move the progress deadline
     self.last_progress_ns = now_ns => pass
+empty: spans without cells hold the progress deadline off
+    self._step(HandoffEvent.PROGRESS) =>
+        self.last_progress_ns = now_ns; self._step(HandoffEvent.PROGRESS)
+empty: any number of progress messages is taken
+    self._num_progress == MAX_PROGRESS => False
+empty: one progress message too few is taken
+    self._num_progress == MAX_PROGRESS => self._num_progress + 1 == MAX_PROGRESS
+empty: progress messages are not counted
+    self._num_progress += 1 => pass
 [Handoff.end_import]
 hybrid: a span lands with its first piece
     entry.open_pieces == 0 => True
@@ -166,7 +176,7 @@ one: a returned slot is free while it is held
 one: an ended lease stays leased
     LEASED END => LEASED
 
-[Owner._leased]
+[Books._leased]
 one: a stale generation is taken
     slot.generation == message.generation and  =>
 reuse: another attempt's lease is taken
@@ -176,11 +186,11 @@ one: a slot outside the slab is looked at
 parked: a wrong slot is taken
     source.slots[SlotIndex(message.slot)] =>
         next((s for s in source.slots if s.holder), source.slots[SlotIndex(0)])
-[Owner._live]
+[Books._live]
 sources: another source speaks for the attempt
     handoff.source == source_id and  =>
 one: a late message reaches a decided hand-off
-     and handoff.state not in _DECIDED =>
+     and handoff.state not in DECIDED =>
 one: a message of attempt 2 reaches attempt 1
      or entry.handoff.attempt != attempt =>
 [Owner._released]
@@ -198,9 +208,15 @@ one: a malformed message does not fail its attempt
 [Owner.message]
 one: a stale message is not counted
     self.dropped["stale"] += 1 => pass
+one: a dead source is heard
+    if source.dead: => if False:
+one: a dead source's message is counted as a late one
+    self.dropped["dead"] => self.dropped["late"]
 [Owner._tell]
 one: a failure is ignored
     self._end(handoff, Outcome.FAILED, message.reason, now_ns) => pass
+one: a failure after the final is not malformed
+    Failed() if handoff.final: => Failed() if False:
 
 [Owner.source_died]
 one: a death does not give the write token back
@@ -209,20 +225,49 @@ one: a death fails what has its final
      and not handoff.final =>
 one: a death fails nothing
     handoff is not None and not handoff.final => False
+[Books.no_slot_left]
 lanes: what waits for the last source waits on
-    if all(other.dead for other in self._sources.values()): => if False:
+    return not any( => return False and not any(
 uneven: what waits fails with the first of two sources
-    if all( => if any(
+    return not any( => return not all(
+lanes: a dead source counts as one that grants
+    source.dead or source.ending => source.ending
+times: a source that is to be killed counts as one that grants
+    source.dead or source.ending => source.dead
+overdue: a slot that is set apart counts as one to be had
+    slot.state is not SlotState.QUARANTINED => True
+reuse: a slot that drains counts as set apart
+    is not SlotState.QUARANTINED => not in (SlotState.QUARANTINED, SlotState.DRAINING)
+[Books.no_lane_left]
+stranded: what waits for the last lane waits on
+    == self.limits.num_lanes => > self.limits.num_lanes
+faults: what waits fails with the first of two lanes
+    == self.limits.num_lanes => > 0
+[Owner._fail_stranded]
+uneven: who has a slot fails with the last source
+    self.no_slot_left and handoff.lease is None => self.no_slot_left
+overdrawn: who holds storage fails when the last lane is lost
+    self.no_lane_left and not handoff.has_storage => self.no_lane_left
+stranded: who is parked waits on for a lane
+    self.no_lane_left and not handoff.has_storage =>
+        self.no_lane_left and not handoff.has_storage and handoff.lease is None
+[Owner._admit]
+overdue: who is stranded by a deadline or a failure waits on
+    self._fail_stranded(NO_SLOT, now_ns) => pass
 [Owner._admit_slot]
 sources: a dead source is granted a slot
     source.dead or  =>
+sources: a source that is to be killed is granted a slot
+    source.ending or  =>
 [Owner.submit]
 one: requests are taken without a source
-    if all(source.dead for source in self._sources.values()): => if False:
+    if self.no_slot_left: => if False:
+stranded: requests are taken without a lane
+    if self.no_lane_left: => if False:
 
 [Owner._admit_slot]
 near: a busy source is granted a second slot
-    or source.running is not None  =>
+    busy = source.running is not None => busy = False
 uneven: a small source ends the search for a slot
     if handoff is not None: => if handoff is None:\n            return False\n        else:
 [Admission.next_for_slot]
@@ -276,12 +321,12 @@ one: a lane is lost
 digest: unsafe storage is freed
     if handoff.quarantine_reason: => if False:
 digest: a quarantined lane is used again
-    self._lanes_quarantined += 1 => self._admission.lanes_free += 1
+    self._take_lane_out() => pass
 lanes: a withdrawn reservation is freed
     if not self._withdraw(Reserve, handoff.attempt): => if True:
 [Owner.cancel]
 one: an entry is cancelled
-    entry.handoff.state in _DECIDED => entry.handoff.state is HandoffState.DRAINING
+    entry.handoff.state in DECIDED => entry.handoff.state is HandoffState.DRAINING
 one: a cancel is told as a failure
     Outcome.CANCELLED => Outcome.FAILED
 [Owner._after]
@@ -294,6 +339,41 @@ empty: what is complete when its source ends is not published
 [Owner.retire]
 one: a hand-off that waits is retired
     state is not HandoffState.PUBLISHED => state is HandoffState.ENDED
+digest: an entry that is still written is freed
+    handoff.quarantine_reason = quarantine_reason => pass
+
+[Owner.reserve_refused]
+faults: a refused reservation is given back once more
+    handoff.has_storage = False => pass
+faults: a refused reservation sets the lane apart
+    self._admission.lanes_free += 1 => self._lanes_quarantined += 1
+faults: a refused reservation loses the lane
+    self._admission.lanes_free += 1 => pass
+faults: a refused reservation does not fail
+    self._end(handoff, Outcome.FAILED, reason, now_ns) => pass
+stranded: who waits for the lane of a refused reservation waits on
+    self._admit(now_ns) => pass
+refused: what has no storage is refused it
+    not handoff.has_storage or  =>
+digest: storage is refused while it is imported into
+    or handoff.in_flight  =>
+refused: an entry is refused its storage
+     or handoff.outcome is not None =>
+[Owner._take_lane_out]
+faults: a lost lane is used again
+    self._lanes_quarantined += 1 => self._admission.lanes_free += 1
+stranded: a lost lane that was promised is forgotten
+    if not self.no_lane_left: => if self._admission.lanes_free:
+stranded: more lanes are lost than there are
+    if not self.no_lane_left: => if True:
+[Owner.lane_lost]
+faults: a lane that could not be freed stays in service
+    self._take_lane_out() => pass
+stranded: who waits for a lost lane waits on
+    self._admit(now_ns) => pass
+[Admission.next_for_storage]
+stranded: a lane that was lost is promised again
+    self.lanes_free <= 0 => self.lanes_free == 0
 
 [Owner.digest_checked]
 digest: a wrong digest is right
@@ -305,12 +385,16 @@ digest: a failed import gives its read token back
     handoff = self._take_import(import_id).handoff =>
         r = self._take_import(import_id); handoff = r.handoff; r.slot and r.slot.end_read(import_id)
 digest: a failed import does not fail
-    if handoff.state not in _DECIDED: => if False:
+    if handoff.state not in DECIDED: => if False:
 digest: a failed import is forgotten
-    handoff.quarantine_reason = reason => pass
+    handoff.quarantine_reason = reason or NO_REASON => pass
+digest: an import that failed without a reason is forgotten
+    reason or NO_REASON => reason
 [Owner.device_failed]
 digest: a failed reserve or publish is forgotten
-    handoff.quarantine_reason = reason => pass
+    handoff.quarantine_reason = reason or NO_REASON => pass
+digest: a failure without a reason is forgotten
+    reason or NO_REASON => reason
 [Owner.import_done]
 one: a fenced import keeps its read token
     record.slot.end_read(import_id) => pass
@@ -331,6 +415,23 @@ hybrid: the progress deadline outlives the final
      and not handoff.final =>
 one: the drain deadline is ignored
     if slot.state is SlotState.DRAINING: => if False:
+[Owner._quarantine]
+one: a source that keeps its write token lives on
+    self._commands.append(KillSource(source_id, reason)) => pass
+one: a source is killed whose write token is back
+    if slot.writer_out: => if True:
+one: a source is killed although the slot is not set apart
+    slot.deadline() => pass
+times: a source that is to be killed is not noted
+    self._sources[source_id].ending = True => pass
+[Owner._end]
+one: a source is killed at once
+    slot.end(now_ns) =>
+        slot.end(now_ns); slot.writer_out and self._commands.append(KillSource(source_id, reason))
+[Owner._quarantine]
+one: a source is killed twice for one slot
+    self._commands.append(KillSource(source_id, reason)) =>
+        self._commands += [KillSource(source_id, reason)] * 2
 [Owner.tick]
 one: a deadline is early
     due_ns <= now_ns => due_ns <= now_ns + 1

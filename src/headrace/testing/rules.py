@@ -14,6 +14,7 @@ from headrace.protocol.commands import (
     CheckDigest,
     Command,
     Free,
+    KillSource,
     Publish,
     Quarantine,
     Report,
@@ -40,6 +41,11 @@ def check_command(ledger: Ledger, command: Command, now_ns: int) -> None:
             place = ledger.accounts[attempt].place
             rule(place is not None and place[0] == source, command, "to another's source")
             rule(ledger.cancels.pop(attempt, None) is not None, command, "of nothing withdrawn")
+        case KillSource(source=source):
+            overdue = next((place for place in ledger.kills if place[0] == source), None)
+            rule(overdue is not None, command, "where no write token is overdue")
+            ledger.kills -= {overdue}
+            ledger.doomed.add(source)
         case StartImport():
             _start_import(ledger, command)
         case CheckDigest():
@@ -53,6 +59,7 @@ def check_command(ledger: Ledger, command: Command, now_ns: int) -> None:
             rule(due is command.outcome, command, "where due was", due)
         case _:
             assert_never(command)
+    ledger.strand(now_ns)
 
 
 def settle(ledger: Ledger) -> None:
@@ -64,6 +71,7 @@ def settle(ledger: Ledger) -> None:
     rule(not ledger.due, "no Report of", ledger.due)
     rule(not any(ledger.cancels.values()), "no SendCancel of", ledger.cancels)
     ledger.cancels.clear()
+    rule(not ledger.kills, "no KillSource for", ledger.kills)
     for attempt, account in ledger.accounts.items():
         rule(not (account.over and account.storage), attempt, "is over and keeps its storage")
         if account.outcome is None:
@@ -107,6 +115,7 @@ def _start_prefill(ledger: Ledger, command: StartPrefill, now_ns: int) -> None:
     rule(account.outcome is None or outrun, command, "after the terminal", account.outcome)
     rule(account.place is None, command, "where it has", account.place)
     rule(command.source not in ledger.dead, command, "to a dead source")
+    rule(command.source not in ledger.doomed, command, "to a source that is to be killed")
     rule(ledger.idle(command.source), command, "to a busy source")
     rule(slot.holder is None, command, "into a slot that is", slot.word, slot)
     rule(command.generation > slot.generation, command, "after generation", slot.generation)
@@ -183,18 +192,20 @@ def _give_back(ledger: Ledger, attempt: AttemptId, *, apart: bool) -> None:
     rule(account.over, attempt, "gives storage back while it is", account.word)
     rule(account.unsafe == apart, attempt, "device failed", account.unsafe, "quarantine", apart)
     account.storage = False
-    ledger.lanes_apart += apart
+    if apart:
+        ledger.lane_lost()
 
 
 def _settle_admission(ledger: Ledger) -> None:
     without = [account for _, account in ledger.undecided() if account.place is None]
-    if ledger.lanes_free:
+    if ledger.lanes_free > 0:
         lacking = [str(a) for a, account in ledger.undecided() if not account.storage]
         rule(not lacking, "a lane is free, and storage is lacked by", lacking)
     if not without:
         return
     for (source, index), slot in ledger.slots.items():
-        if slot.holder is None and source not in ledger.dead and ledger.idle(source):
+        gone = source in ledger.dead | ledger.doomed
+        if slot.holder is None and not gone and ledger.idle(source):
             due = any(account.storage for account in without) or _may_park(ledger, source)
             rule(not due, "slot", index, "of source", source, "is free, and a hand-off lacks one")
 

@@ -134,7 +134,9 @@ class MemorySink:
         self.commits.append(tuple(spans))
         self.snapshots.append(
             {
-                (copy.layer, copy.part, copy.start, copy.stop): region_bytes(self.buffer, copy.source)
+                (copy.layer, copy.part, copy.start, copy.stop): region_bytes(
+                    self.buffer, copy.source
+                )
                 for span in spans
                 for copy in self.plan.copies(span)
             }
@@ -206,7 +208,8 @@ class GatedEngine:
 
     def __init__(self, engine: PrefillEngine, gate: str) -> None:
         self._engine = engine
-        self._gate = os.open(gate, os.O_RDONLY | os.O_CLOEXEC)
+        self._gate = os.open(gate, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(self._gate, True)  # only the opening must not wait for a writer
 
     def manifest(self) -> Manifest:
         return self._engine.manifest()

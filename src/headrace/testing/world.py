@@ -9,7 +9,7 @@ from typing import assert_never
 
 from headrace.errors import HeadraceError, LocalProtocolError, Refused
 from headrace.ids import AttemptId, ImportId, RequestId, SourceId
-from headrace.protocol.commands import Outcome, Publish, Reserve
+from headrace.protocol.commands import Free, Outcome, Publish, Reserve
 from headrace.protocol.owner import Owner
 from headrace.testing.events import (
     Answer,
@@ -21,6 +21,7 @@ from headrace.testing.events import (
     Imported,
     Misuse,
     Outrun,
+    Request,
     Retire,
     Submit,
     Tell,
@@ -29,7 +30,7 @@ from headrace.testing.events import (
 )
 from headrace.testing.instances import DIGEST, EPOCH, Instance
 from headrace.testing.keys import key_of
-from headrace.testing.ledger import Ledger, Verdict, rule
+from headrace.testing.ledger import AttemptMessage, Ledger, Verdict, rule
 from headrace.testing.rules import check_command, settle
 
 
@@ -41,7 +42,7 @@ class World:
         self.now_ns = 0
         self.owner = Owner(EPOCH, instance.limits)
         self.ledger = Ledger(instance.terms)
-        self.unanswered: tuple[Reserve | Publish, ...] = ()
+        self.unanswered: tuple[Request, ...] = ()
         for at, num_slots in enumerate(instance.slots):
             self.owner.add_source(SourceId(at), num_slots, instance.plan_for, 0)
             self.ledger.attached(SourceId(at), num_slots)
@@ -61,7 +62,7 @@ class World:
             case Tell(source=source, message=message):
                 return self.ledger.verdict(source, message) is Verdict.DROP
             case Submit() | Outrun(first=Submit()):
-                return len(self.ledger.dead) == len(self.instance.slots)
+                return not (self.ledger.slot_in_service and self.ledger.lane_in_service)
             case Cancel(request=request):
                 return self.ledger.accounts[_attempt(request)].outcome is not None
             case Misuse():
@@ -79,8 +80,10 @@ class World:
         dropped = owner.dropped.total()
         match event:
             case Tell(source=source, message=message):
+                dead = owner.dropped["dead"] + (source in self.ledger.dead)
                 owner.message(source, message, self.now_ns)
                 rule(owner.dropped.total() == dropped + 1, "a dropped message was not counted")
+                rule(owner.dropped["dead"] == dead, "dropped as of a dead source, or not as one")
             case Submit() | Outrun(first=Submit()):
                 with _raises(Refused):
                     owner.submit(self.instance.num_tokens, self.now_ns)
@@ -103,12 +106,14 @@ class World:
             Violation: a command was too early, wrong, or is missing.
         """
         begun_nbytes = self._bring(event)
+        self.ledger.strand(self.now_ns)
         budget_nbytes = self.ledger.budget_nbytes
         due = set(self.ledger.due.values())
         for command in self.owner.commands():
             check_command(self.ledger, command, self.now_ns)
-            reserve = isinstance(command, Reserve) and self.instance.device_faults
-            if isinstance(command, Publish) or (isinstance(command, Reserve) and reserve):
+            due |= set(self.ledger.due.values())
+            faulty = isinstance(command, Reserve | Free) and self.instance.device_faults
+            if isinstance(command, Publish) or (isinstance(command, Request) and faulty):
                 self.unanswered = (*self.unanswered, command)
         spent = budget_nbytes - self.ledger.budget_nbytes
         rule(spent == begun_nbytes, begun_nbytes, "bytes begun, and commands of", spent)
@@ -144,30 +149,32 @@ class World:
                 yield slot.state
 
     def check_over(self) -> bool:
-        """That everything has ended, where no good event is left; true if a hand-off is stranded.
+        """That everything has ended, where no good event is left; true if a drain is waited for.
 
-        A slot may still miss the read token of an import that the device failed.
+        A slot may still miss the read token of an import that the device failed, and a hand-off may
+        wait for that slot until its drain deadline.
 
         Raises:
-            Violation: something waits that is served, or that something in service could serve.
+            Violation: something waits for ever, or for what something in service could do.
         """
         ledger = self.ledger
         for place, slot in ledger.slots.items():
             lost = slot.ended_ns is not None and not slot.writer
             lost = lost and not any(reader in ledger.tickets for reader in slot.readers)
-            waits = slot.ended_ns is None and slot.holder is not None and not slot.writer
-            rule(slot.holder is None or lost or waits, "slot", place, "is never given back:", slot)
-        alive = [slot for (at, _), slot in ledger.slots.items() if at not in ledger.dead]
-        lane = ledger.lanes_apart < self.instance.lanes
-        in_service = lane and any(slot.holder is None for slot in alive)
-        stranded = False
+            rule(slot.holder is None or lost, "slot", place, "is never given back:", slot)
+        alive = [
+            slot
+            for (at, _), slot in ledger.slots.items()
+            if at not in ledger.dead | ledger.doomed and not slot.apart
+        ]
+        overdue = bool(alive) and all(slot.ended_ns is not None for slot in alive)
+        waits = False
         for attempt, account in ledger.accounts.items():
-            if account.outcome is None and not (account.place and (account.storage or lane)):
-                rule(not in_service, attempt, "waits forever:", account)
-                stranded = True
+            if account.outcome is None and account.place is None and overdue:
+                waits = True
             else:
                 rule(account.over, attempt, "never ends:", account)
-        return stranded
+        return waits
 
     def _bring(self, event: Event) -> int:
         owner, ledger, now_ns = self.owner, self.ledger, self.now_ns
@@ -180,8 +187,7 @@ class World:
                 )
                 ledger.submitted(_attempt(request), deadline_ns)
             case Tell(source=source, message=message):
-                ledger.told(source, message, now_ns)
-                owner.message(source, message, now_ns)
+                self._tell(source, message)
             case Begin(budget_nbytes=budget_nbytes):
                 ledger.budget_nbytes = budget_nbytes
                 return owner.begin_imports(budget_nbytes)
@@ -192,9 +198,9 @@ class World:
                 owner.digest_checked(import_id, DIGEST if good else DIGEST + 1, now_ns)
             case Answer():
                 self._answer(event)
-            case Retire(request=request):
-                ledger.accounts[_attempt(request)].retired = True
-                owner.retire(request, now_ns)
+            case Retire(request=request, good=good):
+                ledger.retired(_attempt(request), unsafe=not good)
+                owner.retire(request, now_ns, "" if good else "device")
             case Cancel(request=request):
                 ledger.decide(_attempt(request), Outcome.CANCELLED, now_ns)
                 rule(owner.cancel(request, now_ns), "an undecided hand-off was not cancelled")
@@ -215,26 +221,46 @@ class World:
                 assert_never(event)
         return 0
 
+    def _tell(self, source: SourceId, message: AttemptMessage) -> None:
+        malformed = self.ledger.verdict(source, message) is Verdict.FAULT
+        dropped = self.owner.dropped.total()
+        self.ledger.told(source, message, self.now_ns)
+        self.owner.message(source, message, self.now_ns)
+        counted = self.owner.dropped.total() - dropped
+        rule(counted == malformed, "malformed", malformed, "and counted", counted)
+
     def _imported(self, import_id: ImportId, *, good: bool) -> None:
         self.ledger.import_ended(import_id, failed=not good, now_ns=self.now_ns)
         if good:
             self.owner.import_done(import_id, self.now_ns)
         else:
-            self.owner.import_failed(import_id, "device", self.now_ns)
+            self.owner.import_failed(import_id, "", self.now_ns)
 
     def _answer(self, answer: Answer) -> None:
-        command, *rest = self.unanswered
-        self.unanswered = tuple(rest)
-        if not answer.good:
-            self.ledger.device_failed(command.attempt, self.now_ns)
-            self.owner.device_failed(command.attempt, "device", self.now_ns)
-        elif isinstance(command, Publish):
-            self.ledger.published(command.attempt, self.now_ns)
-            self.owner.published(command.attempt, self.now_ns)
+        (command, *rest), now_ns = self.unanswered, self.now_ns
+        attempt = command.attempt
+        ended = answer.how != "done" and not isinstance(command, Free)
+        # The shell carries nothing more out for an attempt that it has just reported as failed.
+        self.unanswered = tuple(c for c in rest if not (ended and c.attempt == attempt))
+        match answer.how, command:
+            case "done", Publish():
+                self.ledger.published(attempt, now_ns)
+                self.owner.published(attempt, now_ns)
+            case "failed", Free():
+                self.ledger.lane_lost()
+                self.owner.lane_lost(now_ns)
+            case "failed", _:
+                self.ledger.device_failed(attempt, now_ns)
+                self.owner.device_failed(attempt, "", now_ns)
+            case "refused", _:
+                self.ledger.reserve_refused(attempt, now_ns)
+                self.owner.reserve_refused(attempt, "no memory", now_ns)
 
     def _misuse(self, misuse: Misuse) -> None:
         owner, now_ns = self.owner, self.now_ns
         match misuse.subject:
+            case AttemptId() as attempt if misuse.call == "reserve_refused":
+                owner.reserve_refused(attempt, "no memory", now_ns)
             case AttemptId() as attempt:
                 owner.published(attempt, now_ns)
             case RequestId() as request:

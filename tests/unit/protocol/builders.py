@@ -6,7 +6,7 @@ import pickle
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, assert_never
 
 import msgspec
 from hypothesis import settings
@@ -30,10 +30,12 @@ from headrace.messages import (
     encode,
 )
 from headrace.plan import Plan, compile_plan
+from headrace.protocol.books import AttemptMessage, Limits
 from headrace.protocol.commands import (
     CheckDigest,
     Command,
     Free,
+    KillSource,
     Outcome,
     Publish,
     Quarantine,
@@ -45,7 +47,7 @@ from headrace.protocol.commands import (
 )
 from headrace.protocol.handoff import HandoffState
 from headrace.protocol.machine import Machine
-from headrace.protocol.owner import AttemptMessage, Limits, Owner
+from headrace.protocol.owner import Owner
 from headrace.protocol.source import SourceAttempt
 
 C = TypeVar("C")
@@ -307,8 +309,20 @@ class Shell:
         self.take()
         return decided
 
-    def retire(self, request: RequestId) -> None:
-        self.owner.retire(request, self.now_ns)
+    def retire(self, request: RequestId, quarantine_reason: str = "") -> None:
+        self.owner.retire(request, self.now_ns, quarantine_reason)
+        self.take()
+
+    def reserve_refused(self, request: RequestId, reason: str = "no memory") -> None:
+        self.owner.reserve_refused(AttemptId(*request, 1), reason, self.now_ns)
+        self.take()
+
+    def device_failed(self, request: RequestId, reason: str = "device") -> None:
+        self.owner.device_failed(AttemptId(*request, 1), reason, self.now_ns)
+        self.take()
+
+    def lane_lost(self) -> None:
+        self.owner.lane_lost(self.now_ns)
         self.take()
 
     def died(self, source: int = 0, reason: str = "killed") -> None:
@@ -415,6 +429,9 @@ class Ends:
         self.ends: dict[RequestId, Outcome] = {}
         self.published: set[RequestId] = set()
         self.seen: set[HandoffState] = set()
+        self.to_kill: list[SourceId] = []
+        self.to_refuse: list[AttemptId] = []
+        self.refuses = self.loses = False  # the next reservation, the next lane that is freed
 
     def add_source(self, num_slots: int) -> SourceId:
         source = SourceId(len(self.sources))
@@ -469,13 +486,21 @@ class Ends:
         while commands := self.owner.commands():
             for command in commands:
                 self._obey(command)
+            while self.to_refuse:
+                self.owner.reserve_refused(self.to_refuse.pop(), "no memory", self.now_ns)
             self.owner.check_integrity()
+        while self.to_kill:
+            self.kill(self.to_kill.pop())
 
     def _obey(self, command: Command) -> None:
         match command:
             case Reserve(attempt):
                 assert attempt not in self.storage
-                self.storage[attempt] = {}
+                if self.refuses:
+                    self.to_refuse.append(attempt)  # when all that was commanded with it is done
+                else:
+                    self.storage[attempt] = {}
+                self.refuses = False
             case StartPrefill(attempt, source, slot, generation):
                 prefill = msgspec.structs.replace(
                     self.options(attempt), attempt=attempt, slot=slot, generation=generation
@@ -483,6 +508,9 @@ class Ends:
                 self.sources[source].inbox.append(encode(prefill))
             case SendCancel(attempt, source):
                 self.sources[source].inbox.append(encode(Cancel(attempt)))
+            case KillSource(source):
+                assert self.sources[source].alive
+                self.to_kill.append(source)  # when all that was commanded with it is done
             case StartImport() | CheckDigest():
                 assert command.attempt in self.storage
                 self.flights[command.import_id] = command
@@ -495,10 +523,15 @@ class Ends:
             case Free(attempt) | Quarantine(attempt):
                 assert not [f for f in self.flights.values() if f.attempt == attempt]
                 del self.storage[attempt]
+                if self.loses and isinstance(command, Free):
+                    self.loses = False
+                    self.owner.lane_lost(self.now_ns)
             case Report(request, outcome):
                 assert request not in self.ends
                 assert (outcome is Outcome.PUBLISHED) == (request in self.published)
                 self.ends[request] = outcome
+            case _:
+                assert_never(command)
 
     def _plan(self, attempt: AttemptId) -> Plan:
         return self.plan_for(self.options(attempt).num_tokens)

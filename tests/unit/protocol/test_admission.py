@@ -46,7 +46,8 @@ def test_a_lane_goes_to_the_oldest_waiting_when_none_is_parked() -> None:
 
 
 def test_without_a_lane_nobody_gets_storage() -> None:
-    assert queue(waiting(0), parked(1), lanes=0).next_for_storage() is None
+    for lanes in (0, -1):  # below zero: one that is promised was lost
+        assert queue(waiting(0), parked(1), lanes=lanes).next_for_storage() is None
     assert queue().next_for_storage() is None
 
 

@@ -22,7 +22,7 @@ def test_the_union_has_every_command() -> None:
 @pytest.mark.parametrize("kind", sorted(CLASSES, key=str))
 def test_a_command_is_frozen_and_names_whom_it_is_about(kind: type) -> None:
     fields = {field.name for field in dataclasses.fields(kind)}
-    assert fields & {"attempt", "request"}
+    assert fields & {"attempt", "request", "source"}
     with pytest.raises(dataclasses.FrozenInstanceError):
         Free(AttemptId(1, 2, 3)).attempt = AttemptId(1, 2, 4)  # type: ignore[misc]
 

@@ -11,6 +11,7 @@ import pytest
 from headrace.errors import LocalProtocolError, RemoteProtocolError
 from headrace.geometry import Kind, Sliding
 from headrace.ids import ImportId, SlotIndex, SourceId, Span
+from headrace.messages import MAX_PROGRESS
 from headrace.protocol.commands import Outcome
 from headrace.protocol.handoff import Handoff, HandoffState, SpanImport
 from headrace.protocol.slots import Slot
@@ -324,13 +325,30 @@ def test_the_final_is_given_once_and_nothing_is_told_after_it(make: Callable[[],
         assert trace_of(handoff) == before
 
 
-def test_progress_and_final_are_signs_of_life() -> None:
-    handoff = parked()
+def test_cells_and_final_are_signs_of_life_and_spans_without_cells_are_none() -> None:
+    handoff = Handoff(A, 9)
+    lease(handoff, HYBRID)
+    handoff.progress([Span(3, 4, 0, 9), Span(0, 1, 0, 5)], [], BIG, 10)
     assert handoff.last_progress_ns == 5
-    handoff.progress([WHOLE], [], BIG, 10)
-    assert handoff.last_progress_ns == 10
-    handoff.source_final(None, 11)
+    handoff.progress([Span(3, 4, 0, 9), Span(1, 2, 0, 9), Span(3, 4, 0, 9)], [], BIG, 11)
     assert handoff.last_progress_ns == 11
+    handoff.progress([Span(0, 1, 5, 9), Span(2, 5, 0, 9)], [], BIG, 12)
+    handoff.source_final(None, 13)
+    assert handoff.last_progress_ns == 13
+
+
+def test_one_progress_message_more_than_the_bound_is_refused_and_leaves_no_trace() -> None:
+    handoff = streaming(kinds=HYBRID, n=9)
+    for _ in range(MAX_PROGRESS - 1):
+        handoff.progress([Span(3, 4, 0, 9)], [], BIG, 10)
+    with pytest.raises(RemoteProtocolError, match="outside the model"):
+        handoff.progress([Span(3, 6, 0, 9)], [], BIG, 10)  # what is refused is not counted
+    handoff.progress([Span(0, 5, 0, 9)], [], BIG, 10)
+    before = trace_of(handoff)
+    with pytest.raises(RemoteProtocolError, match="more than 128 progress messages"):
+        handoff.progress([Span(3, 4, 0, 9)], [], BIG, 11)
+    assert trace_of(handoff) == before
+    handoff.source_final(None, 12)
 
 
 # Digests.

@@ -5,19 +5,26 @@ Every step of `Shell` takes the owner's commands and checks its integrity.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
 
 from headrace.errors import LocalProtocolError, Refused
-from headrace.geometry import Full, Shared, Sliding
+from headrace.geometry import Full, Sliding
 from headrace.ids import AttemptId, Generation, ImportId, RequestId, SlotIndex, SourceId, Span
-from headrace.messages import Failed, Prefill, Progress, Released, Route, SourceFinal
+from headrace.messages import (
+    MAX_PROGRESS,
+    Failed,
+    Progress,
+    Released,
+    SourceFinal,
+)
 from headrace.plan import Plan
+from headrace.protocol.books import AttemptMessage, Limits
 from headrace.protocol.commands import (
     CheckDigest,
     Free,
+    KillSource,
     Outcome,
     Publish,
     Quarantine,
@@ -28,8 +35,8 @@ from headrace.protocol.commands import (
     StartPrefill,
 )
 from headrace.protocol.handoff import HandoffState
-from headrace.protocol.owner import AttemptMessage, Limits, Owner
-from tests.unit.protocol.builders import CONTEXT, EPOCH, ROW_NBYTES, Ends, Shell, make_plan
+from headrace.protocol.owner import NO_LANE, NO_REASON, NO_SLOT, Owner
+from tests.unit.protocol.builders import CONTEXT, EPOCH, ROW_NBYTES, Shell
 
 S = HandoffState
 WHOLE = Span(0, 3, 0, 4)
@@ -470,10 +477,13 @@ def test_a_cancel_outruns_a_reserve_that_was_not_carried_out() -> None:
 
 
 @pytest.mark.parametrize("made", HOLDS_SLOT)
-def test_a_failing_engine_fails_its_own_attempt(made: str) -> None:
+def test_a_failing_engine_fails_its_own_attempt_unless_it_gave_its_final(made: str) -> None:
     shell, request = MADE[made]()
     shell.failed(request, "out of memory")
-    assert reports(shell, request) == [(Outcome.FAILED, "out of memory")]
+    faulty = made in ("parked, final", "sealed, importing")
+    reason = "failed after its final: " * faulty + "out of memory"
+    assert reports(shell, request) == [(Outcome.FAILED, reason)]
+    assert shell.owner.dropped["malformed"] == faulty
     finish(shell, request)
     assert state(shell, request) is S.ENDED
 
@@ -583,6 +593,16 @@ def test_a_silent_source_fails_its_attempt_at_the_progress_deadline(made: str) -
     assert reports(shell, request) == [(Outcome.FAILED, "the source made no progress in time")]
 
 
+def test_spans_without_cells_do_not_move_the_deadline() -> None:
+    shell = Shell(kinds=(Full(), Sliding(2, 2)))
+    request = shell.submit()
+    shell.tick(60)
+    shell.progress(request, Span(1, 2, 0, 2))
+    assert shell.owner.next_deadline_ns() == 100
+    shell.progress(request, Span(1, 2, 0, 2), Span(0, 1, 0, 1))
+    assert shell.owner.next_deadline_ns() == 160
+
+
 def test_progress_moves_the_deadline_and_the_final_ends_it() -> None:
     shell = Shell()
     request = shell.submit()
@@ -614,19 +634,75 @@ def test_a_drain_that_takes_too_long_ends_in_quarantine_and_is_left_only_by_proo
     shell.tick(60)
     assert slots(shell) == {"quarantined": 1}
     shell.tick(10**9)
-    later = shell.submit()
-    assert (slots(shell), state(shell, later)) == ({"quarantined": 1}, S.RESERVED)
+    assert slots(shell) == {"quarantined": 1}
     shell.released(request)
-    assert slots(shell) == {"leased": 1}
-    assert shell.grant_of(later).generation == 1
+    assert slots(shell) == {"free": 1}
 
 
-def test_the_death_of_the_source_is_proof_too() -> None:
-    shell = Shell(slots=(1,))
-    shell.cancel(shell.submit())
+def test_a_write_token_that_is_overdue_ends_its_source_once_and_its_death_is_the_proof() -> None:
+    shell = Shell(lanes=2, slots=(2, 1))
+    request = shell.submit()
+    shell.cancel(request)
+    shell.tick(49)
+    assert not shell.all(KillSource)
+    kill = KillSource(SourceId(0), "slot 0 was not given back in time")
+    for now_ns in (50, 51, 10**9):
+        shell.tick(now_ns)
+        assert shell.all(KillSource) == [kill]
+        assert slots(shell) == {"free": 2, "quarantined": 1}
+    shell.died(0)
+    assert slots(shell) == {"free": 3}
+    assert shell.owner.next_deadline_ns() is None
+
+
+def test_a_slot_that_only_an_import_reads_is_quarantined_and_its_source_lives_on() -> None:
+    shell, request = in_streaming_with_import()
+    shell.cancel(request)
+    shell.released(request)
+    shell.tick(50)
+    assert slots(shell) == {"free": 1, "quarantined": 1}
+    assert not shell.all(KillSource)
+    other = shell.submit()
+    assert shell.grant_of(other).slot == 1
+
+
+def test_a_source_that_is_to_be_killed_is_granted_nothing_any_more() -> None:
+    shell = Shell(lanes=2, slots=(2, 1))
+    first = shell.submit()
+    shell.cancel(first)
+    shell.tick(50)
+    shell.released(first)  # too late: it was read before the death, and the kill was sent
+    assert slots(shell) == {"free": 3}
+    second, third = shell.submit(), shell.submit()
+    assert shell.grant_of(second).source == 1
+    assert state(shell, third) is S.RESERVED
+    shell.died(0)
+    assert reports(shell, third) == []
+
+
+def test_a_source_that_is_to_be_killed_is_none_to_wait_for() -> None:
+    shell = Shell(slots=(1,), lanes=2)
+    first, waiting = shell.submit(), shell.submit()
+    shell.cancel(first)
+    shell.tick(50)
+    assert reports(shell, waiting) == [(Outcome.FAILED, NO_SLOT)]
+    with pytest.raises(Refused):
+        shell.submit()
+    assert lanes(shell) == {"free": 2}
+
+
+def test_what_a_source_that_is_to_be_killed_has_sealed_is_published() -> None:
+    shell = Shell()
+    sealed = shell.submit()
+    shell.prefill(sealed)
+    doomed = shell.submit()
+    assert state(shell, doomed) is S.PARKED
+    shell.cancel(doomed)
     shell.tick(50)
     shell.died()
-    assert slots(shell) == {"free": 1}
+    shell.land()
+    shell.publish(sealed)
+    assert outcome(shell, sealed) is Outcome.PUBLISHED
 
 
 def test_an_import_that_runs_keeps_a_quarantined_slot_from_being_used() -> None:
@@ -640,6 +716,18 @@ def test_an_import_that_runs_keeps_a_quarantined_slot_from_being_used() -> None:
 
 
 # Late, stale, unknown, malformed.
+
+
+@pytest.mark.parametrize("made", [*HOLDS_SLOT, "published"])
+def test_a_dead_source_is_not_heard_any_more(made: str) -> None:
+    shell, request = MADE[made]()
+    grant = shell.grant_of(request)
+    shell.died()
+    before = snapshot(shell)
+    for count, message in enumerate(messages_of(grant.attempt, grant.slot, grant.generation), 1):
+        shell.send(message)
+        assert snapshot(shell) == before
+        assert shell.owner.dropped == {"dead": count}
 
 
 def messages_of(attempt: AttemptId, slot: int, generation: int) -> list[AttemptMessage]:
@@ -766,13 +854,15 @@ def test_a_malformed_message_fails_its_own_attempt_only(fault: str) -> None:
     assert outcome(shell, other) is Outcome.PUBLISHED
 
 
-@pytest.mark.parametrize("again", ["final", "progress"])
-def test_a_duplicate_after_the_final_fails_the_attempt_and_the_owner_lives(again: str) -> None:
+@pytest.mark.parametrize("again", [Shell.final, Shell.progress, Shell.failed])
+def test_more_after_the_final_fails_the_attempt_and_the_owner_lives(
+    again: Callable[[Shell, RequestId], None],
+) -> None:
     shell = Shell()
     request = shell.submit()
     shell.progress(request)
     shell.final(request)
-    (shell.final if again == "final" else shell.progress)(request)
+    again(shell, request)
     assert outcome(shell, request) is Outcome.FAILED
     assert shell.owner.dropped == {"malformed": 1}
 
@@ -848,6 +938,19 @@ def test_a_check_is_no_copy_and_a_copy_is_no_check() -> None:
     assert snapshot(shell) == before
 
 
+def test_more_progress_messages_than_their_bound_fail_the_attempt() -> None:
+    shell = Shell(kinds=(Full(), Sliding(1, 0)))
+    request = shell.submit()
+    for _ in range(MAX_PROGRESS):
+        shell.progress(request, Span(1, 2, 0, 4))
+    assert reports(shell, request) == []
+    shell.progress(request, Span(0, 1, 0, 4))
+    ((end, reason),) = reports(shell, request)
+    assert end is Outcome.FAILED
+    assert "more than 128 progress messages" in reason
+    assert shell.owner.dropped == {"malformed": 1}
+
+
 def test_a_span_without_a_stamp_is_malformed_where_one_was_asked_for() -> None:
     shell = Shell()
     request = shell.submit(digest=True)
@@ -901,8 +1004,7 @@ def test_a_failed_digest_check_quarantines_the_storage() -> None:
 @pytest.mark.parametrize("made", ["reserved", "streaming", "published"])
 def test_a_failing_device_sets_the_storage_apart(made: str) -> None:
     shell, request = MADE[made]()
-    shell.owner.device_failed(AttemptId(*request, 1), "no memory", 0)
-    shell.take()
+    shell.device_failed(request, "no memory")
     assert outcome(shell, request) is (Outcome.PUBLISHED if made == "published" else Outcome.FAILED)
     assert [q.reason for q in shell.all(Quarantine)] == ["no memory"]
     assert lanes(shell)["quarantined"] == 1
@@ -928,15 +1030,146 @@ def test_a_failed_publish_fails_the_attempt() -> None:
     assert lanes(shell) == {"quarantined": 1}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a hand-off without a deadline waits for ever once every lane is quarantined",
-)
-def test_nobody_waits_for_a_lane_when_all_are_quarantined() -> None:
+def test_a_failure_without_a_reason_quarantines_too() -> None:
     shell, _ = in_streaming_with_import()
-    waiting = shell.submit()
+    shell.import_failed(ImportId(0), "")
+    assert [q.reason for q in shell.all(Quarantine)] == [NO_REASON]
+    shell = Shell()
+    shell.device_failed(shell.submit(), "")
+    assert [q.reason for q in shell.all(Quarantine)] == [NO_REASON]
+
+
+@pytest.mark.parametrize("reason", ["", "still written"])
+def test_a_retired_entry_is_freed_or_set_apart(reason: str) -> None:
+    shell, request = in_published()
+    shell.retire(request, reason)
+    assert [q.reason for q in shell.all(Quarantine)] == [reason] * bool(reason)
+    assert len(shell.all(Free)) == (not reason)
+    assert lanes(shell) == {"quarantined" if reason else "free": 1}
+
+
+@pytest.mark.parametrize("made", ["reserved", "streaming", "sealed"])
+def test_a_refused_reservation_fails_its_attempt_and_leaves_the_lane_in_service(made: str) -> None:
+    if made == "sealed":
+        shell, request = in_parked_with_final()
+        shell.retire(RequestId(EPOCH, 0))
+    else:
+        shell, request = MADE[made]()
+    before = len(shell.all(Free))
+    shell.reserve_refused(request)
+    assert reports(shell, request) == [(Outcome.FAILED, "no memory")]
+    assert state(shell, request) is S.ENDED
+    assert (len(shell.all(Free)), shell.all(Quarantine)) == (before, [])
+    assert lanes(shell)["free"] == 1
+    assert shell.submit() in {r.attempt.request for r in shell.all(Reserve)}
+
+
+def test_the_lane_of_a_refused_reservation_goes_to_the_next() -> None:
+    shell = Shell(slots=(1,))
+    first, second = shell.submit(), shell.submit()
+    shell.reserve_refused(first)
+    assert state(shell, second) is S.RESERVED
+    shell.released(first)
+    shell.serve(second)
+
+
+@pytest.mark.parametrize("made", ["waiting", "parked", "streaming, importing", "published"])
+def test_only_an_open_reservation_can_be_refused(made: str) -> None:
+    shell, request = MADE[made]()
+    before = snapshot(shell)
+    with pytest.raises(LocalProtocolError, match="not reserving"):
+        shell.reserve_refused(request)
+    assert snapshot(shell) == before
+
+
+# Nobody waits for what cannot be had again.
+
+
+def test_nobody_waits_for_a_lane_when_all_are_quarantined() -> None:
+    shell = Shell()
+    first = shell.submit()
+    shell.prefill(first)
+    shell.begin()
+    parked, waiting = shell.submit(), shell.submit()
+    assert state(shell, parked) is S.PARKED
     shell.import_failed(ImportId(0))
-    assert outcome(shell, waiting) is Outcome.FAILED
+    for stranded in (parked, waiting):
+        assert reports(shell, stranded) == [(Outcome.FAILED, NO_LANE)]
+    with pytest.raises(Refused, match="no decoder storage") as refusal:
+        shell.submit()
+    assert refusal.value.field == "decoder"
+    shell.released(parked)
+    assert slots(shell)["free"] == 1
+
+
+def test_as_long_as_a_lane_is_left_it_is_waited_for() -> None:
+    shell = Shell(lanes=2, slots=(1, 1))
+    first, second, third = shell.submit(), shell.submit(), shell.submit()
+    shell.device_failed(first)
+    assert [reports(shell, r) for r in (second, third)] == [[], []]
+    shell.serve(second)
+    shell.retire(second)
+    shell.released(first)
+    shell.serve(third)
+
+
+def test_nobody_waits_for_a_slot_when_all_are_quarantined() -> None:
+    shell = Shell(lanes=2, slots=(1,))
+    first, waiting = shell.submit(), shell.submit()
+    shell.progress(first)
+    shell.begin()
+    shell.import_failed(ImportId(0))  # its read token never comes back
+    shell.released(first)
+    assert reports(shell, waiting) == []
+    shell.tick(50)
+    assert reports(shell, waiting) == [(Outcome.FAILED, NO_SLOT)]
+    with pytest.raises(Refused, match="no prefill source is left in service"):
+        shell.submit()
+    assert lanes(shell) == {"free": 1, "quarantined": 1}
+    shell.add_source(1, 1)
+    shell.serve(shell.submit())
+
+
+@pytest.mark.parametrize("promised", [False, True])
+def test_a_lost_lane_is_taken_out_of_service_also_when_it_is_promised(promised: bool) -> None:
+    shell = Shell(lanes=2, slots=(3,))
+    first, second = shell.submit(), shell.submit()
+    shell.serve(first)
+    shell.serve(second)
+    if promised:
+        third = shell.submit()
+    shell.retire(first)
+    shell.lane_lost()
+    assert shell.owner.statistics()["lanes"]["quarantined"] == 1
+    if promised:
+        waiting = shell.submit()
+        assert lanes(shell) == {"free": -1, "held": 2, "quarantined": 1}
+        shell.retire(second)
+        assert lanes(shell) == {"held": 1, "quarantined": 1}
+        assert reports(shell, waiting) == []
+        shell.reserve_refused(third)
+        assert len([r for r in shell.all(Reserve) if r.attempt.request == waiting]) == 1
+        shell.released(third)
+        shell.serve(waiting)
+    else:
+        assert lanes(shell) == {"held": 1, "quarantined": 1}
+        shell.retire(second)
+        assert lanes(shell) == {"free": 1, "quarantined": 1}
+
+
+@pytest.mark.parametrize("reason", ["", "still written"])
+def test_the_last_lane_lost_fails_who_waits_and_not_who_holds(reason: str) -> None:
+    shell = Shell()
+    first = shell.submit()
+    shell.serve(first)
+    second, third = shell.submit(), shell.submit()
+    shell.retire(first)
+    shell.lane_lost()
+    assert (reports(shell, second), outcome(shell, third)) == ([], Outcome.FAILED)
+    shell.lane_lost()  # no more can be lost than there are
+    shell.serve(second)
+    shell.retire(second, reason)
+    assert lanes(shell) == {"quarantined": 1}
 
 
 # Our own bugs.
@@ -954,6 +1187,7 @@ def test_completions_of_what_is_not_there_are_our_own_bug() -> None:
         lambda: owner.published(waiting, 0),
         lambda: owner.published(waiting._replace(attempt=2), 0),
         lambda: owner.device_failed(unknown, "x", 0),
+        lambda: owner.reserve_refused(unknown, "x", 0),
         lambda: owner.retire(unknown.request, 0),
         lambda: owner.retire(waiting.request, 0),
         lambda: owner.source_died(SourceId(5), "x", 0),
@@ -981,192 +1215,3 @@ def test_a_hand_off_without_a_lease_has_neither_slot_nor_source() -> None:
     for look in (shell.owner._slot_of, shell.owner._source_of):
         with pytest.raises(LocalProtocolError, match="has no"):
             look(handoff)
-
-
-# The books.
-
-
-def test_statistics_count_every_lane_slot_and_hand_off() -> None:
-    shell = Shell(lanes=2, slots=(2, 1))
-    for _ in range(4):
-        shell.submit()
-    statistics = shell.owner.statistics()
-    assert statistics["lanes"] == {"free": 0, "quarantined": 0, "held": 2}
-    assert {k: v for k, v in statistics["slots"].items() if v} == {"leased": 2, "free": 1}
-    assert statistics["handoffs"] == {"streaming": 2, "waiting": 2}
-    assert statistics["dropped"] == {}
-
-
-@pytest.mark.parametrize("what", ["lane", "holder", "hand-off", "import"])
-def test_what_does_not_add_up_is_told(what: str) -> None:
-    shell, request = in_streaming_with_import()
-    owner = shell.owner
-    if what == "lane":
-        owner._admission.lanes_free += 1
-    elif what == "holder":
-        owner._sources[SourceId(0)].slots[SlotIndex(1)].holder = AttemptId(*request, 1)
-    elif what == "hand-off":
-        owner._requests[request].handoff.source = None
-    else:
-        owner._imports.clear()
-    with pytest.raises(LocalProtocolError):
-        owner.check_integrity()
-
-
-# A randomised walk: two ends, queues that lag, and every fault at every moment.
-
-KINDS = (Full(), Sliding(3, 2), Shared("layers.0"), Full())
-
-
-def options_of(attempt: AttemptId) -> Prefill:
-    """Each request its own route, cut and length, by its number."""
-    at = attempt.counter
-    routes: list[Route] = ["whole", "chunked", "streamed", "streamed"]
-    return Prefill(
-        attempt=attempt,
-        slot=0,
-        generation=0,
-        num_tokens=1 + at % 5,
-        route=routes[at % 4],
-        group_layers=1 + at % 2,
-        chunk=at % 3,
-        prefill_chunk=0,
-        emission="layers" if at % 8 < 4 else "cache_groups",
-        digest=at % 3 == 0,
-    )
-
-
-class Walk:
-    """One run of random steps, of which `faults` in a hundred are faults."""
-
-    def __init__(self, seed: int, faults: int) -> None:
-        self.random = random.Random(seed)
-        self.faults = faults
-        limits = Limits(
-            num_lanes=self.random.randint(1, 2),
-            context=CONTEXT,
-            prefetch_depth=self.random.randint(0, 2),
-            chunk_nbytes=self.random.choice([1, 100, 1 << 20]),
-            progress_timeout_ns=400,
-            drain_timeout_ns=30,
-        )
-        self.ends = Ends(Owner(EPOCH, limits), lambda n: make_plan(n, *KINDS), options_of)
-        self.num_submitted = 0
-        for _ in range(self.random.randint(1, 2)):
-            self.ends.add_source(self.random.randint(1, 3))
-
-    def living(self) -> list[SourceId]:
-        return [id for id, source in self.ends.sources.items() if source.alive]
-
-    def submit(self) -> None:
-        options = options_of(AttemptId(EPOCH, self.num_submitted, 1))
-        self.ends.owner.submit(options.num_tokens, self.ends.now_ns, digest=options.digest)
-        self.num_submitted += 1
-        self.ends.obey()
-
-    def retire(self) -> None:
-        entries = [r for r in self.ends.published if self.ends.owner.state_of(r) is S.PUBLISHED]
-        if entries:
-            self.ends.owner.retire(self.random.choice(entries), self.ends.now_ns)
-            self.ends.obey()
-
-    def go_on(self) -> None:
-        """A step as it should be."""
-        ends, source = self.ends, self.random.choice(self.living())
-        what = self.random.randrange(12)
-        if what < 5:
-            ends.sources[source].step()
-        elif what < 8:
-            ends.deliver(source)
-        elif what == 8:
-            ends.begin(self.random.choice([1, 1000]))
-        elif what == 9 and ends.flights:
-            ends.land(self.random.choice(list(ends.flights)))
-        elif what == 10:
-            self.retire()
-        elif self.num_submitted < 8:
-            self.submit()
-
-    def go_wrong(self) -> None:
-        ends, source = self.ends, self.random.choice(self.living())
-        what = self.random.randrange(10)
-        if what < 5:
-            requests = list(ends.owner._requests)
-            if requests:
-                ends.owner.cancel(self.random.choice(requests), ends.now_ns)
-                ends.obey()
-        elif what < 7:
-            ends.sources[source].step(broken=True)
-        elif what == 7:
-            ends.now_ns += self.random.choice([10, 50, 500])
-            ends.owner.tick(ends.now_ns)
-            ends.obey()
-        elif what == 8 and ends.flights and self.random.random() < 0.3:
-            ends.break_import(self.random.choice(list(ends.flights)))
-        elif what == 9 and self.random.random() < 0.3:
-            ends.add_source(self.random.randint(1, 3))
-            ends.kill(source)
-
-    def run(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            if self.random.randrange(100) < self.faults:
-                self.go_wrong()
-            else:
-                self.go_on()
-
-    def finish(self) -> None:
-        """No more faults, and time enough for everything to come to its end."""
-        ends = self.ends
-        self.come_to_rest()
-        for request in list(ends.owner._requests):  # all lanes are quarantined: see above
-            assert not ends.owner.statistics()["lanes"]["free"]
-            ends.owner.cancel(request, ends.now_ns)
-            ends.obey()
-        self.come_to_rest()
-        ends.now_ns += 10**6
-        ends.owner.tick(ends.now_ns)
-        ends.obey()
-
-    def come_to_rest(self) -> None:
-        before = None
-        while before != (before := snapshot_of(self.ends)):
-            for source in self.living():
-                self.ends.sources[source].step()
-                self.ends.deliver(source)
-            self.ends.begin(1 << 20)
-            for import_id in list(self.ends.flights):
-                self.ends.land(import_id)
-            self.retire()
-
-
-def snapshot_of(ends: Ends) -> object:
-    """What changes as long as a good step is left."""
-    queues = [
-        (len(source.inbox), len(source.outbox), len(source.program), source.attempt)
-        for source in ends.sources.values()
-        if source.alive
-    ]
-    return queues, len(ends.flights), ends.owner.statistics()
-
-
-@pytest.mark.parametrize("faults", [0, 5, 25])
-def test_a_random_walk_ends_every_hand_off_once_and_gives_all_back(faults: int) -> None:
-    seen: set[HandoffState] = set()
-    outcomes: set[Outcome] = set()
-    for seed in range(10):
-        walk = Walk(seed, faults)
-        walk.run(150)
-        walk.finish()
-        ends, owner = walk.ends, walk.ends.owner
-        assert len(ends.ends) == walk.num_submitted
-        assert not owner._requests
-        assert not ends.storage
-        statistics = owner.statistics()
-        assert not statistics["lanes"]["held"]
-        assert {n for n, count in statistics["slots"].items() if count} <= {"free", "quarantined"}
-        if not faults:
-            assert not owner.dropped
-        seen |= ends.seen
-        outcomes |= set(ends.ends.values())
-    assert seen >= set(S) - {S.ENDED} - ({S.DRAINING} if not faults else set())
-    assert outcomes == (set(Outcome) if faults else {Outcome.PUBLISHED})

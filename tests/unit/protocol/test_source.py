@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 import msgspec
 import pytest
@@ -28,8 +28,9 @@ from headrace.messages import (
     encode,
 )
 from headrace.plan import Plan
+from headrace.protocol.books import Limits
 from headrace.protocol.commands import Outcome
-from headrace.protocol.owner import Limits, Owner
+from headrace.protocol.owner import Owner
 from headrace.protocol.source import SourceAttempt, SourceState
 from tests.unit.protocol.builders import (
     CONTEXT,
@@ -377,6 +378,26 @@ def test_how_many_spans_a_message_waits_for_follows_from_the_cuts_asked_for(
     for at, span in enumerate(single_spans(first), 1):
         told = attempt.commit([span], [], 0)
         assert len(told) == (at == first)
+
+
+@pytest.mark.parametrize("route", get_args(Route))
+@pytest.mark.parametrize("emission", get_args(Emission))
+def test_the_spans_of_an_engine_that_cuts_as_it_was_asked_to_are_foreseen(
+    route: Route, emission: Emission
+) -> None:
+    for n, at_once, chunk in product([1, 5, 12, CONTEXT], [0, 1, 5, 12, 500], [0, 1, 4, 5, 500]):
+        plan, step = make_plan(n, *HYBRID), at_once or n
+        computed = [(at, min(at + step, n)) for at in range(0, n, step)]
+        num_spans = sum(len(range(start, stop, chunk or n)) for start, stop in computed)
+        if route == "streamed":
+            num_spans *= sum(map(len, plan.layer_groups(2, emission)))
+        prefill = msgspec.structs.replace(
+            grant(n, chunk=chunk, route=route),
+            prefill_chunk=at_once,
+            group_layers=2,
+            emission=emission,
+        )
+        assert SourceAttempt(prefill, plan)._stride == -(-num_spans // 96)
 
 
 def test_what_waits_for_its_message_keeps_the_time_at_which_it_began() -> None:

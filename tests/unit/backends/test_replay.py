@@ -1,0 +1,150 @@
+"""The replay engine: bytes that tell prompt, layer, part, head and position, however cut."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.backends.null import decoder_like
+from headrace.backends.replay import ReplayEngine
+from headrace.backends.replay import open as open_replay
+from headrace.errors import Refused
+from headrace.geometry import Emission, Full, Layout, Sliding
+from headrace.messages import Prefill
+from headrace.plan import compile_plan
+from headrace.testing.sinks import MemorySink, ask
+
+GEOMETRY: dict[str, Any] = {"layers": 5, "heads": 3, "head_dim": 4, "window": 6, "full_every": 2}
+NUM_TOKENS = 23
+
+
+def run(engine: ReplayEngine, tokens: Sequence[int], asked: Prefill | None = None) -> MemorySink:
+    manifest = engine.manifest()
+    plan = compile_plan(decoder_like(manifest), manifest.layouts[0], len(tokens), 64)
+    sink = MemorySink(plan, asked or ask(len(tokens)))
+    engine.prefill_stream(tokens, sink)
+    return sink
+
+
+def prompt(num_tokens: int = NUM_TOKENS, seed: int = 0) -> list[int]:
+    return [(seed + at * 5) % 32 for at in range(num_tokens)]
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(
+    st.sampled_from(["head_major", "token_major"]),
+    st.sampled_from(["whole", "chunked", "streamed"]),
+    st.integers(1, 7),
+    st.integers(0, 30),
+    st.integers(0, 30),
+    st.sampled_from(["layers", "cache_groups"]),
+    st.integers(1, NUM_TOKENS),
+)
+def test_the_bytes_are_the_same_however_they_are_cut(
+    layout: Layout,
+    route: Any,
+    group_layers: int,
+    chunk: int,
+    prefill_chunk: int,
+    emission: Emission,
+    num_tokens: int,
+) -> None:
+    engine = open_replay({**GEOMETRY, "layout": layout})
+    tokens = prompt(num_tokens)
+    asked = ask(
+        num_tokens,
+        route,
+        group_layers=group_layers,
+        chunk=chunk,
+        prefill_chunk=prefill_chunk,
+        emission=emission,
+    )
+    whole, cut = run(engine, tokens), run(engine, tokens, asked)
+    assert (cut.cells(), cut.logits) == (whole.cells(), whole.logits)
+    assert not cut.stray_bytes()
+
+
+def rows_of(sink: MemorySink) -> dict[tuple[int, int, int, int], bytes]:
+    """The bytes of each (layer, part, head, position), head_major."""
+    found = {}
+    for (layer, part), region in sink.regions().items():
+        lo, hi = sink.windows[layer]
+        nbytes = region.row_nbytes // (hi - lo)
+        for head in range(region.rows):
+            for at in range(hi - lo):
+                begin = region.offset + head * region.stride + at * nbytes
+                found[layer, part, head, lo + at] = bytes(sink.buffer[begin : begin + nbytes])
+    return found
+
+
+def test_no_two_cells_of_a_prompt_are_equal() -> None:
+    """A cell in another's place is seen."""
+    rows = rows_of(run(open_replay({**GEOMETRY, "head_dim": 16}), prompt()))
+    assert len(set(rows.values())) == len(rows)
+
+
+def test_every_cell_differs_from_prompt_to_prompt() -> None:
+    engine = open_replay({**GEOMETRY, "head_dim": 16})
+    one, other = (rows_of(run(engine, prompt(seed=seed))) for seed in (0, 1))
+    assert one.keys() == other.keys()
+    assert all(one[key] != other[key] for key in one)
+    assert run(engine, prompt(seed=0)).logits != run(engine, prompt(seed=1)).logits
+
+
+def test_two_processes_would_agree() -> None:
+    """Nothing depends on an engine's past or on a process's hash seed."""
+    first, second = open_replay(GEOMETRY), open_replay(GEOMETRY)
+    run(second, prompt(seed=9))
+    assert run(first, prompt()).cells() == run(second, prompt()).cells()
+
+
+def test_rows_longer_than_the_noise() -> None:
+    engine = open_replay({"layers": 1, "heads": 1, "head_dim": 1 << 16})
+    sink = run(engine, prompt(20))
+    cells = sink.cells()[0, 0]
+    assert len(cells) == 20 * 2 * (1 << 16) > 1_048_573
+    assert sink.cells() == run(engine, prompt(20), ask(20, "chunked", chunk=3)).cells()
+
+
+def test_its_manifest_is_the_geometry_asked_for() -> None:
+    manifest = open_replay({**GEOMETRY, "dtype": "bfloat16", "layout": "token_major"}).manifest()
+    kinds = [layer.kind for layer in manifest.layers]
+    assert kinds == [Sliding(6, 1 << 20), Full(), Sliding(6, 1 << 20), Full(), Sliding(6, 1 << 20)]
+    assert [layer.name for layer in manifest.layers] == [f"layers.{at}" for at in range(5)]
+    assert manifest.layouts == ("token_major",)
+    (key, value) = manifest.layers[0].parts
+    assert (key.name, value.name, key.heads, key.head_dim) == ("k", "v", 3, 4)
+    assert key.dtype == "bfloat16"
+    assert open_replay({"layers": 1}).manifest().layers[0].kind == Full()
+
+
+def test_wrong_options_are_refused() -> None:
+    with pytest.raises(Refused, match="unknown dtype 'float3'") as caught:
+        open_replay({"dtype": "float3"})
+    assert caught.value.field == "dtype"
+    with pytest.raises(Refused, match="unknown field"):
+        open_replay({"layerz": 3})
+    with pytest.raises(Refused, match="layout"):
+        open_replay({"layout": "sideways"})
+
+
+@pytest.mark.parametrize("route", ["whole", "chunked", "streamed"])
+def test_it_fails_where_it_is_told_to(route: Any) -> None:
+    engine = open_replay({**GEOMETRY, "fail_at_layer": 3})
+    with pytest.raises(RuntimeError, match="fail at layer 3"):
+        run(engine, prompt(), ask(NUM_TOKENS, route))
+
+
+@pytest.mark.parametrize("prefill_chunk", [0, 5])
+def test_its_pace_is_the_time_asked_for(prefill_chunk: int) -> None:
+    """Per layer, in proportion to the positions computed: chunks take no longer in all."""
+    engine = open_replay({**GEOMETRY, "layer_ms": 8.0})
+    begun_s = time.monotonic()
+    run(engine, prompt(), ask(NUM_TOKENS, "streamed", prefill_chunk=prefill_chunk))
+    assert 0.040 <= time.monotonic() - begun_s < 0.4
+    engine.close()

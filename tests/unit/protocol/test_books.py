@@ -1,0 +1,224 @@
+"""The books: what is held is looked up, counted and found to add up, or told not to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+
+from headrace.errors import LocalProtocolError
+from headrace.ids import AttemptId, ImportId, RequestId, SlotIndex, SourceId
+from headrace.messages import Released
+from headrace.protocol.books import Books, Limits
+from headrace.protocol.handoff import Handoff, HandoffState
+from tests.unit.protocol.builders import CONTEXT, EPOCH, Shell, attempt_id
+
+HERE, ELSEWHERE = SourceId(0), SourceId(9)
+
+
+def importing() -> tuple[Shell, RequestId]:
+    """One lane, two slots; one hand-off with one import in flight."""
+    shell = Shell()
+    request = shell.submit()
+    shell.progress(request)
+    shell.begin()
+    return shell, request
+
+
+def handoff_of(shell: Shell, request: RequestId) -> Handoff:
+    return shell.owner._requests[request].handoff
+
+
+def test_new_books_hold_nothing_and_add_up() -> None:
+    books = Books(EPOCH, Limits(2, CONTEXT))
+    books.check_integrity()
+    assert books.statistics() == {
+        "lanes": {"free": 2, "quarantined": 0, "held": 0},
+        "slots": {},
+        "handoffs": {},
+        "dropped": {},
+    }
+    assert (books.has_pieces, books.num_in_flight) == (False, 0)
+    assert (books.no_slot_left, books.no_lane_left) == (True, False)
+
+
+def test_statistics_count_every_lane_slot_and_hand_off() -> None:
+    shell = Shell(lanes=2, slots=(2, 1))
+    for _ in range(4):
+        shell.submit()
+    shell.send(Released(attempt_id(9), 0, 0), source=0)
+    statistics = shell.owner.statistics()
+    assert statistics["lanes"] == {"free": 0, "quarantined": 0, "held": 2}
+    assert {k: v for k, v in statistics["slots"].items() if v} == {"leased": 2, "free": 1}
+    assert statistics["handoffs"] == {"streaming": 2, "waiting": 2}
+    assert statistics["dropped"] == {"stale": 1}
+
+
+def test_what_is_queued_and_what_is_in_flight() -> None:
+    shell = Shell()
+    request = shell.submit()
+    shell.progress(request)
+    assert (shell.owner.has_pieces, shell.owner.num_in_flight) == (True, 0)
+    (command,) = shell.begin()
+    assert (shell.owner.has_pieces, shell.owner.num_in_flight) == (False, 1)
+    shell.done(command.import_id)
+    assert shell.owner.num_in_flight == 0
+
+
+def test_a_request_that_is_over_or_was_never_there_is_ended() -> None:
+    shell, request = importing()
+    assert shell.owner.state_of(request) is HandoffState.STREAMING
+    shell.cancel(request)
+    shell.done(ImportId(0))
+    assert shell.owner.state_of(request) is HandoffState.ENDED
+    assert shell.owner.state_of(RequestId(EPOCH, 99)) is HandoffState.ENDED
+
+
+# What is left in service.
+
+
+def source_dead(shell: Shell) -> None:
+    shell.died(0)
+
+
+def source_to_be_killed(shell: Shell) -> None:
+    shell.cancel(shell.submit())
+    shell.tick(50)
+
+
+def slot_read_for_ever(shell: Shell) -> None:
+    request = shell.submit()
+    shell.progress(request)
+    shell.begin()
+    shell.import_failed(ImportId(0))
+    shell.released(request)
+    shell.tick(50)
+
+
+@pytest.mark.parametrize("lose", [source_dead, source_to_be_killed, slot_read_for_ever])
+@pytest.mark.parametrize("slots", [(1,), (2,), (1, 1)])
+def test_a_slot_is_left_while_a_source_that_goes_on_has_one_that_is_not_set_apart(
+    lose: Callable[[Shell], None], slots: tuple[int, ...]
+) -> None:
+    shell = Shell(lanes=2, slots=slots)
+    assert not shell.owner.no_slot_left
+    lose(shell)
+    one_left = len(slots) == 2 or (slots == (2,) and lose is slot_read_for_ever)
+    assert shell.owner.no_slot_left is not one_left
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2])
+def test_a_lane_is_left_until_all_are_quarantined(num_lanes: int) -> None:
+    shell = Shell(lanes=num_lanes)
+    for lost in range(num_lanes):
+        assert not shell.owner.no_lane_left
+        request = shell.submit()
+        shell.device_failed(request)
+        shell.released(request)
+        assert shell.owner.statistics()["lanes"]["quarantined"] == lost + 1
+    assert shell.owner.no_lane_left
+
+
+# What does not add up.
+
+
+def one_lane_too_many(shell: Shell, request: RequestId) -> None:
+    shell.owner._admission.lanes_free += 1
+
+
+def a_free_slot_with_a_holder(shell: Shell, request: RequestId) -> None:
+    shell.owner._sources[HERE].slots[SlotIndex(1)].holder = attempt_id()
+
+
+def a_free_slot_with_a_writer(shell: Shell, request: RequestId) -> None:
+    shell.owner._sources[HERE].slots[SlotIndex(1)].writer_out = True
+
+
+def a_leased_slot_that_nobody_holds(shell: Shell, request: RequestId) -> None:
+    slot = shell.owner._sources[HERE].slots[SlotIndex(0)]
+    slot.holder, slot.writer_out = None, False
+    slot.readers.clear()
+
+
+def a_hand_off_without_its_source(shell: Shell, request: RequestId) -> None:
+    handoff_of(shell, request).source = None
+
+
+def an_import_of_nobody(shell: Shell, request: RequestId) -> None:
+    shell.owner._imports.clear()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (one_lane_too_many, "lanes .* are not 1 in all"),
+        (a_free_slot_with_a_holder, "slot 1 of 0"),
+        (a_free_slot_with_a_writer, "slot 1 of 0"),
+        (a_leased_slot_that_nobody_holds, "slot 0 of 0"),
+        (a_hand_off_without_its_source, "slot 0 and its hand-off disagree"),
+        (an_import_of_nobody, "1 imports in flight, 0 known"),
+    ],
+)
+def test_what_does_not_add_up_is_told(spoil: Callable[[Shell, RequestId], None], text: str) -> None:
+    shell, request = importing()
+    spoil(shell, request)
+    with pytest.raises(LocalProtocolError, match=text):
+        shell.owner.check_integrity()
+
+
+# Look-ups.
+
+
+def test_a_source_is_looked_up_by_its_id() -> None:
+    owner = Shell().owner
+    assert owner._attached(HERE) is owner._sources[HERE]
+    with pytest.raises(LocalProtocolError, match="source 9 is not attached"):
+        owner._attached(ELSEWHERE)
+
+
+def test_a_hand_off_is_known_by_its_attempt() -> None:
+    shell, request = importing()
+    attempt = AttemptId(*request, 1)
+    assert shell.owner._known(attempt) is handoff_of(shell, request)
+    for other in (attempt._replace(attempt=2), attempt._replace(counter=9)):
+        with pytest.raises(LocalProtocolError, match="is unknown or over"):
+            shell.owner._known(other)
+
+
+def test_a_hand_off_is_live_at_its_own_source_until_it_is_decided() -> None:
+    shell, request = importing()
+    owner, attempt = shell.owner, AttemptId(*request, 1)
+    assert owner._live(HERE, attempt) is handoff_of(shell, request)
+    assert owner._live(ELSEWHERE, attempt) is None
+    for other in (None, attempt._replace(attempt=2), attempt._replace(counter=9)):
+        assert owner._live(HERE, other) is None
+    shell.cancel(request)
+    assert owner._live(HERE, attempt) is None
+
+
+def test_a_lease_is_slot_generation_and_holder() -> None:
+    owner = importing()[0].owner
+    for slot, generation, counter in product([-1, 0, 1, 2, 1 << 63], [0, 1], [0, 1]):
+        message = Released(attempt_id(counter), slot, generation)
+        leased = owner._leased(owner._sources[HERE], message)
+        assert (leased is not None) == (slot == generation == counter == 0)
+
+
+def test_a_hand_off_without_a_lease_has_neither_slot_nor_source() -> None:
+    shell = Shell(slots=(1,))
+    shell.submit()
+    waiting = handoff_of(shell, shell.submit())
+    for look in (shell.owner._slot_of, shell.owner._source_of):
+        with pytest.raises(LocalProtocolError, match="has no"):
+            look(waiting)
+
+
+def test_an_import_is_taken_once() -> None:
+    shell, request = importing()
+    record = shell.owner._expect_import(ImportId(0))
+    assert (record.handoff, record.expected) == (handoff_of(shell, request), 0)
+    assert shell.owner._take_import(ImportId(0)) is record
+    with pytest.raises(LocalProtocolError, match="import 0 is not in flight"):
+        shell.owner._take_import(ImportId(0))
+    assert shell.owner._new_import(record.handoff, None) == 1  # an id is never used again
