@@ -27,6 +27,7 @@ class Active:
         self.request = request
         self.held: Reservation | Entry | None = None
         self.plan: Plan | None = None
+        self.broken = False  # its storage could not be had; what else was commanded is moot
         self._prompt = array("I", tokens)
         self._sampler: Sampler | None = None
         self._logits = hashlib.blake2b(digest_size=16)

@@ -11,6 +11,7 @@ import itertools
 import logging
 import selectors
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,10 +39,12 @@ from headrace.messages import (
     SourceFinal,
 )
 from headrace.plan import Plan, compile_plan
+from headrace.protocol.books import AttemptMessage, Limits
 from headrace.protocol.commands import (
     CheckDigest,
     Command,
     Free,
+    KillSource,
     Outcome,
     Publish,
     Quarantine,
@@ -51,7 +54,7 @@ from headrace.protocol.commands import (
     StartImport,
     StartPrefill,
 )
-from headrace.protocol.owner import AttemptMessage, Limits, Owner
+from headrace.protocol.owner import Owner
 from headrace.runtime.active import Active
 from headrace.runtime.digest import crc32
 from headrace.runtime.requests import Request, RequestOptions
@@ -63,6 +66,8 @@ SHARED_BUDGET_NBYTES = 8 << 20  # imported in one turn between two decode steps
 MAX_FLIGHTS = 64  # imports begun and not fenced, on a device that copies by itself
 
 HANG_UP_GRACE_S = 0.2  # from the end of a source's channel to its death, in a process that ends
+
+DECODER_FAULTS = (DeviceError, LocalProtocolError)  # of the device, or of the code that drives it
 
 _log = logging.getLogger("headrace.owner")
 
@@ -119,7 +124,7 @@ class DecoderOwner:
         self._flights: dict[ImportId, _Flight] = {}
         self._decoding: deque[Active] = deque()
         self._selector = selectors.DefaultSelector()
-        self._failures: list[tuple[AttemptId, str]] = []
+        self._failures: list[Callable[[], None]] = []
         self._plans: dict[SourceId, Callable[[int], Plan]] = {}
         self._granted: dict[SourceId, StartPrefill] = {}  # the last grant of each
 
@@ -170,7 +175,8 @@ class DecoderOwner:
             Refused: it can never be served as asked; the text says what to change.
         """
         options = options or RequestOptions()
-        self._check(tokens, options)
+        prompt = _prompt(tokens)
+        self._check(prompt, options)
         now_ns = time.monotonic_ns()
         deadline_ns = None
         if options.deadline_s is not None:
@@ -178,7 +184,7 @@ class DecoderOwner:
         request_id = self._machine.submit(len(tokens), now_ns, deadline_ns, digest=options.digest)
         request = Request(request_id, len(tokens), options, on_token, on_progress)
         attempt = AttemptId(*request_id, 1)
-        self._active[attempt] = Active(attempt, request, tokens)
+        self._active[attempt] = Active(attempt, request, prompt)
         self._run_commands()
         return request
 
@@ -335,8 +341,8 @@ class DecoderOwner:
         while commands or self._failures:
             while commands:
                 self._run(commands.popleft())
-            if self._failures:  # only now: what was commanded before must be carried out first
-                self._machine.device_failed(*self._failures.pop(), time.monotonic_ns())
+            while self._failures:  # only now: what was commanded before must be carried out first
+                self._failures.pop(0)()
             commands.extend(self._machine.commands())
 
     def _run(self, command: Command) -> None:
@@ -347,6 +353,9 @@ class DecoderOwner:
                 self._start_prefill(command)
             case SendCancel():
                 self._send(command.source, Cancel(command.attempt))
+            case KillSource():
+                _log.warning("%s: it is ended", command.reason)
+                self._handles[command.source].kill()  # its pidfd tells the machine
             case StartImport():
                 self._start_import(command)
             case CheckDigest():
@@ -354,9 +363,7 @@ class DecoderOwner:
             case Publish():
                 self._publish(command)
             case Free():
-                active = self._active.pop(command.attempt)
-                if active.held is not None:
-                    self._decoder.free(active.held)
+                self._free(command)
             case Quarantine():
                 self._active.pop(command.attempt, None)
             case Report():
@@ -368,8 +375,26 @@ class DecoderOwner:
         active = self._active[command.attempt]
         try:
             active.held = self._decoder.reserve(command.num_tokens)
-        except (DeviceError, WouldBlock) as exc:
-            self._failures.append((command.attempt, str(exc)))
+        except WouldBlock as exc:
+            self._fail_later(self._machine.reserve_refused, command.attempt, exc)
+        except DECODER_FAULTS as exc:
+            self._fail_later(self._machine.device_failed, command.attempt, exc)
+
+    def _fail_later(
+        self, fail: Callable[[AttemptId, str, int], None], attempt: AttemptId, exc: Exception
+    ) -> None:
+        self._active[attempt].broken = True
+        self._failures.append(lambda: fail(attempt, _reason(exc), time.monotonic_ns()))
+
+    def _free(self, command: Free) -> None:
+        active = self._active.pop(command.attempt)
+        if active.held is None:
+            return
+        try:
+            self._decoder.free(active.held)
+        except DECODER_FAULTS as exc:
+            _log.error("%s was not freed and is out of service: %s", active.held, _reason(exc))
+            self._machine.lane_lost(time.monotonic_ns())
 
     def _start_prefill(self, command: StartPrefill) -> None:
         active = self._active[command.attempt]
@@ -412,8 +437,8 @@ class DecoderOwner:
         begun_ns = time.monotonic_ns()
         try:
             fence = self._decoder.begin_import(active.reservation, slot, copies)
-        except DeviceError as exc:
-            self._machine.import_failed(command.import_id, str(exc), time.monotonic_ns())
+        except DECODER_FAULTS as exc:
+            self._machine.import_failed(command.import_id, _reason(exc), time.monotonic_ns())
             return
         flight = _Flight(active, fence, command.piece, begun_ns, nbytes)
         if not self._landed(command.import_id, flight):
@@ -430,8 +455,8 @@ class DecoderOwner:
         try:
             if not flight.fence.done():
                 return False
-        except DeviceError as exc:
-            self._machine.import_failed(import_id, str(exc), time.monotonic_ns())
+        except DECODER_FAULTS as exc:
+            self._machine.import_failed(import_id, _reason(exc), time.monotonic_ns())
             return True
         now_ns = time.monotonic_ns()
         flight.active.imported(flight.piece, flight.begun_ns, now_ns, flight.nbytes)
@@ -441,14 +466,20 @@ class DecoderOwner:
     def _check_digest(self, command: CheckDigest) -> None:
         active = self._active[command.attempt]
         plan = active.the_plan
-        actual = crc32(
-            self._decoder.read(active.reservation, plan.layout, copy)
-            for copy in plan.copies(command.span)
-        )
+        try:
+            actual = crc32(
+                self._decoder.read(active.reservation, plan.layout, copy)
+                for copy in plan.copies(command.span)
+            )
+        except DECODER_FAULTS as exc:
+            self._machine.import_failed(command.import_id, _reason(exc), time.monotonic_ns())
+            return
         self._machine.digest_checked(command.import_id, actual, time.monotonic_ns())
 
     def _publish(self, command: Publish) -> None:
         active = self._active[command.attempt]
+        if active.broken:
+            return
         layout = active.the_plan.slot
         logits = memoryview(b"")
         if command.token is None:  # copied, since publishing ends the slot's lease
@@ -456,8 +487,8 @@ class DecoderOwner:
             logits = memoryview(bytes(slot[layout.logits_offset :][: layout.logits_nbytes]))
         try:
             entry = self._decoder.publish(active.reservation)
-        except DeviceError as exc:
-            self._machine.device_failed(command.attempt, str(exc), time.monotonic_ns())
+        except DECODER_FAULTS as exc:
+            self._machine.device_failed(command.attempt, _reason(exc), time.monotonic_ns())
             return
         active.published(entry)
         _log.debug("published: %s", command.attempt)
@@ -492,9 +523,9 @@ class DecoderOwner:
         try:
             (logits,) = self._decoder.decode_step([(active.entry, active.request.tokens[-1])])
             last = active.take(active.choose(logits))
-        except (DeviceError, LocalProtocolError) as exc:
+        except DECODER_FAULTS as exc:
             self._decoding.popleft()
-            self._finish(active, "failed", str(exc))
+            self._finish(active, "failed", _reason(exc), quarantine=isinstance(exc, DeviceError))
             return
         self._decoding.rotate(-1)
         for other in self._active.values():
@@ -503,9 +534,12 @@ class DecoderOwner:
             self._decoding.remove(active)
             self._finish(active, "finished", "")
 
-    def _finish(self, active: Active, outcome: str, reason: str) -> None:
+    def _finish(
+        self, active: Active, outcome: str, reason: str, *, quarantine: bool = False
+    ) -> None:
         active.end(outcome, reason)
-        self._machine.retire(active.request.request, time.monotonic_ns())
+        why = reason if quarantine else ""
+        self._machine.retire(active.request.request, time.monotonic_ns(), why)
         self._run_commands()
 
     def _report(self, command: Report) -> None:
@@ -523,16 +557,17 @@ class DecoderOwner:
         vocab_size = self._manifest.vocab_size
         if any(not 0 <= token < vocab_size for token in tokens):
             raise Refused(f"a token id is outside [0, {vocab_size})", field="prompt")
-        if options.max_tokens > 1 and not self._decoder.caps.decodes:
+        decodes = self._decoder.caps.decodes or options.hold
+        if options.max_tokens > 1 and not decodes:
             raise Refused(
                 f"max_tokens is {options.max_tokens} and this decoder cannot decode; give 0 or 1",
                 field="max_tokens",
             )
-        if options.max_tokens > 0:
+        if options.max_tokens > 0 and not options.hold:
             from headrace.engine.sampling import check_sampling  # as where tokens are chosen
 
             check_sampling(options.sampling)
-        reach = len(tokens) + max(options.max_tokens - 1, 0)
+        reach = len(tokens) + (0 if options.hold else max(options.max_tokens - 1, 0))
         if reach > self.context:
             raise Refused(
                 f"{len(tokens)} prompt tokens and {options.max_tokens} to decode need a context of "
@@ -547,3 +582,14 @@ class DecoderOwner:
         if due_ns is None:
             return timeout_s
         return min(timeout_s, max(0.0, (due_ns - time.monotonic_ns()) / 1e9))
+
+
+def _reason(exc: Exception) -> str:
+    return str(exc) or type(exc).__name__
+
+
+def _prompt(tokens: Sequence[int]) -> array[int]:
+    try:
+        return array("I", tokens)
+    except (TypeError, OverflowError) as exc:
+        raise Refused(f"the prompt is no sequence of token ids: {exc}", field="prompt") from exc

@@ -56,6 +56,16 @@ class _Call:
     options: RequestOptions
     on_progress: ProgressCallback | None
     future: Future[PrefillResult]
+    failure: Exception | None = None
+
+    def progress(self, span: Span, arrived: int, total: int) -> None:
+        """Tell the caller; what it raises there is its own call's end and nobody else's."""
+        if self.on_progress is None or self.failure is not None:
+            return
+        try:
+            self.on_progress(span, arrived, total)
+        except Exception as exc:
+            self.failure = exc
 
 
 class SubprocessPrefillWorker:
@@ -97,7 +107,12 @@ class SubprocessPrefillWorker:
             Refused: the engine, its options or the machine do not allow it. PeerDied: it died.
         """
         self._thread.start()
-        return self._ready.result()
+        try:
+            return self._ready.result()
+        except BaseException:
+            if self._ready.done():  # not so when the wait was interrupted: then it still loads
+                self.close()
+            raise
 
     def prefill(
         self,
@@ -172,12 +187,21 @@ class SubprocessPrefillWorker:
                 return
             raise
         finally:
-            for future in list(self._running):
-                _fail(future, Closed("the worker was closed"))
+            self._fail_all()
             if owner is None:
                 self._handle.close()
             else:
                 owner.close()
+
+    def _fail_all(self) -> None:
+        """No Future is left open, whether its call was taken or still queued."""
+        waiting = list(self._running)
+        while not self._calls.empty():
+            call = self._calls.get_nowait()
+            if isinstance(call, _Call):
+                waiting.append(call.future)
+        for future in waiting:
+            _fail(future, Closed("the worker was closed"))
 
     def _woken(self) -> None:
         os.eventfd_read(self._wake)
@@ -193,25 +217,30 @@ class SubprocessPrefillWorker:
             if isinstance(call, Future):
                 if call in self._running:
                     owner.cancel(self._running.pop(call)[0])
+                    call.set_running_or_notify_cancel()  # else `futures.wait` never sees its end
                 continue
             try:
-                request = owner.submit(call.tokens, call.options, on_progress=call.on_progress)
-            except HeadraceError as exc:
+                request = owner.submit(call.tokens, call.options, on_progress=call.progress)
+            except Exception as exc:  # tokens that are no numbers, too: the thread must live on
                 _fail(call.future, exc)
             else:
                 self._running[call.future] = (request, call)
 
     def _settle(self, owner: DecoderOwner, decoder: NullDecoder) -> None:
-        for future, (request, _) in list(self._running.items()):
+        for future, (request, call) in list(self._running.items()):
+            if call.failure is not None:
+                owner.cancel(request)
             if not request.done:
                 continue
             del self._running[future]
             if request.entry is None:
-                _fail(future, PrefillFailed(request.reason))
+                _fail(future, call.failure or PrefillFailed(request.reason))
                 continue
             result = _copy_out(owner, decoder, request)
             owner.release(request)
-            if future.set_running_or_notify_cancel():
+            if call.failure is not None:
+                _fail(future, call.failure)
+            elif future.set_running_or_notify_cancel():
                 future.set_result(result)
 
 

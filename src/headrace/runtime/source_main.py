@@ -26,7 +26,6 @@ from headrace.errors import Cancelled, HeadraceError, PeerDied, Refused, WouldBl
 from headrace.geometry import agree
 from headrace.memory import Slab
 from headrace.messages import (
-    MAX_TEXT,
     Attached,
     Cancel,
     FromSource,
@@ -38,6 +37,7 @@ from headrace.messages import (
     ToSource,
     decode_to_source,
     encode,
+    travelling_text,
 )
 from headrace.plan import TOKEN_NBYTES, Plan, compile_plan
 from headrace.process import die_with_parent
@@ -148,10 +148,10 @@ def main(arguments: list[str] | None = None) -> int:
             return 0  # the owner is gone, and with it the reason to live
         except HeadraceError as exc:
             field = exc.field if isinstance(exc, Refused) else type(exc).__name__
-            channel.send(Incompatible(field[:MAX_TEXT], str(exc)[:MAX_TEXT]))
+            channel.send(Incompatible(travelling_text(field), travelling_text(str(exc))))
         except Exception as exc:
             traceback.print_exc()
-            channel.send(Incompatible("engine", f"{type(exc).__name__}: {exc}"[:MAX_TEXT]))
+            channel.send(Incompatible("engine", travelling_text(f"{type(exc).__name__}: {exc}")))
     return 1
 
 

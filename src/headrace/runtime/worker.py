@@ -7,6 +7,7 @@ The class that a caller without an owner uses, `SubprocessPrefillWorker`, is bui
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -46,6 +47,7 @@ from headrace.process import ChildProcess
 _M = TypeVar("_M", bound=FromSource)
 
 SOURCE_MODULE = "headrace.runtime.source_main"
+IMPORT_TIMEOUT_S = 60.0
 MESSAGES_PER_ATTEMPT = MAX_PROGRESS + 3  # its final or failure, its release, and one to spare
 
 
@@ -230,6 +232,8 @@ class SourceHandle:
                 channel.wait_readable(left_s)
             except PeerDied as exc:
                 self._open_child().wait(5.0)
+                if kind is Ready and self._interpreter is not None:
+                    _check_interpreter(self._interpreter)
                 raise PeerDied(f"{self.exit_text()} while starting") from exc
         if isinstance(message, Incompatible):
             if message.field == BackendUnavailable.__name__:
@@ -253,6 +257,24 @@ class SourceHandle:
         if self._slab is None:
             raise Closed(f"source {self.engine} has no slab before it is attached")
         return self._slab
+
+
+def _check_interpreter(interpreter: str) -> None:
+    """Refuse one that cannot import what a source is started with; asked only after a death."""
+    command = [interpreter, "-c", f"import {SOURCE_MODULE}"]
+    try:
+        probe = subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=IMPORT_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    if probe.returncode:
+        said = probe.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise Refused(
+            f"interpreter {interpreter!r} cannot run headrace: {said}. Run "
+            f"`{interpreter} -m pip install headrace`, or give another environment's Python",
+            field="interpreter",
+        )
 
 
 def worst_progress_nbytes() -> int:

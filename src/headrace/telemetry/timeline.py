@@ -13,12 +13,14 @@ from headrace.messages import Interval, Measured
 
 
 def overlap_ns(source: Sequence[Interval], owner: Sequence[Interval]) -> int:
-    """Host time in which an import ran while the source computed or wrote, in ns."""
+    """Host time in which an import ran while the source computed or wrote, in ns.
+
+    Imports may overlap each other, on a device that copies by itself: no time counts twice.
+    """
     total = 0
-    for ours in owner:
-        for theirs in source:
-            begun = max(ours.begun_ns, theirs.begun_ns)
-            total += max(0, min(ours.ended_ns, theirs.ended_ns) - begun)
+    for ours_begun, ours_ended in _union(owner):
+        for begun, ended in _union(source):
+            total += max(0, min(ours_ended, ended) - max(ours_begun, begun))
     return total
 
 
@@ -82,6 +84,17 @@ def chrome_trace(
                 {"ph": "i", "s": "p", "pid": pid, "tid": tid, "ts": at_ns / 1e3, "name": mark}
             )
     return {"traceEvents": events, "otherData": {"clock": "CLOCK_MONOTONIC", "evidence": "host"}}
+
+
+def _union(intervals: Sequence[Interval]) -> list[tuple[int, int]]:
+    """The intervals' times, merged where they touch."""
+    merged: list[tuple[int, int]] = []
+    for begun, ended in sorted((each.begun_ns, each.ended_ns) for each in intervals):
+        if merged and begun <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], ended)
+        else:
+            merged.append((begun, ended))
+    return merged
 
 
 def _slice(pid: int, tid: int, interval: Interval) -> dict[str, Any]:

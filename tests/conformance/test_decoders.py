@@ -1,0 +1,67 @@
+"""The decoders that headrace ships, by the suite that it ships."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import pytest
+
+from headrace.backends.base import Decoder
+from headrace.backends.null import NullDecoder, decoder_like
+from headrace.backends.replay import open as open_replay
+from headrace.testing.conformance_decoder import DecoderConformance
+from tests.e2e.families import directory_of
+
+
+class TestNull(DecoderConformance):
+    dtype: ClassVar[str] = "float16"
+
+    def make_decoder(self, lanes: int) -> Decoder:
+        source = open_replay(
+            {
+                "layers": 5,
+                "heads": 2,
+                "head_dim": 8,
+                "window": 16,
+                "full_every": 3,
+                "dtype": self.dtype,
+            }
+        )
+        return NullDecoder(decoder_like(source.manifest()), context=self.context, lanes=lanes)
+
+
+class TestNullOneLane(TestNull):
+    lanes: ClassVar[int] = 1
+    dtype: ClassVar[str] = "bfloat16"
+
+
+class TestCpuLlama(DecoderConformance):
+    family: ClassVar[str] = "llama"
+    dtype: ClassVar[str] = "float32"
+
+    def make_decoder(self, lanes: int) -> Decoder:
+        cpu_backend = pytest.importorskip("headrace.backends.cpu")
+        options = {
+            "model": str(directory_of(self.family)),
+            "dtype": self.dtype,
+            "lanes": lanes,
+            "context": self.context,
+        }
+        decoder: Decoder = cpu_backend.open(options)
+        return decoder
+
+
+class TestCpuHybrid(TestCpuLlama):
+    family: ClassVar[str] = "gemma3"
+
+
+class TestCpuBfloat16(TestCpuLlama):
+    family: ClassVar[str] = "gemma3"
+    dtype: ClassVar[str] = "bfloat16"
+    lengths: ClassVar[Sequence[int]] = (1, 40)
+
+
+class TestCpuOneLane(TestCpuLlama):
+    lanes: ClassVar[int] = 1
+    lengths: ClassVar[Sequence[int]] = (1, 40)

@@ -1,0 +1,102 @@
+"""The prefill engines that headrace ships, by the suite that it ships."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from headrace.backends.base import PrefillEngine
+from headrace.backends.legacy import LegacyEngine, WholePrefill
+from headrace.backends.replay import ReplayEngine
+from headrace.backends.replay import open as open_replay
+from headrace.errors import LocalProtocolError
+from headrace.geometry import Layout, Manifest
+from headrace.testing.conformance_engine import PrefillEngineConformance
+from headrace.testing.sinks import MemorySink, ask
+from tests.e2e.families import CONTEXT, directory_of
+
+GEOMETRY: dict[str, Any] = {"layers": 6, "heads": 2, "head_dim": 8, "vocab_size": 97}
+
+
+class TestReplay(PrefillEngineConformance):
+    def make_engine(self) -> PrefillEngine:
+        return open_replay(GEOMETRY)
+
+
+class TestReplayHybrid(PrefillEngineConformance):
+    layout: ClassVar[Layout] = "head_major"
+
+    def make_engine(self) -> PrefillEngine:
+        return open_replay({**GEOMETRY, "window": 16, "full_every": 3, "layout": self.layout})
+
+
+class TestReplayTokenMajor(TestReplayHybrid):
+    layout: ClassVar[Layout] = "token_major"
+
+
+class TestTorchLlama(PrefillEngineConformance):
+    family: ClassVar[str] = "llama"
+    context: ClassVar[int] = CONTEXT
+    lengths: ClassVar[Sequence[int]] = (1, 17, 33)
+    group_sizes: ClassVar[Sequence[int]] = (1, 3)
+
+    def make_engine(self) -> PrefillEngine:
+        torch_backend = pytest.importorskip("headrace.backends.torch")
+        engine: PrefillEngine = torch_backend.open({"model": str(directory_of(self.family))})
+        return engine
+
+
+class TestTorchHybrid(TestTorchLlama):
+    family: ClassVar[str] = "gemma3"
+
+
+class TestTorchShared(TestTorchLlama):
+    family: ClassVar[str] = "gemma4_shared"
+    lengths: ClassVar[Sequence[int]] = (1, 33)
+    group_sizes: ClassVar[Sequence[int]] = (1,)
+
+
+class WholeReplay:
+    """A legacy engine: the replay engine's result, all at once; it keeps `kept` rows at most."""
+
+    def __init__(self, engine: ReplayEngine, kept: int = 1 << 20) -> None:
+        self._engine = engine
+        self._kept = kept
+
+    def manifest(self) -> Manifest:
+        return self._engine.manifest()
+
+    def prefill(self, tokens: Sequence[int]) -> WholePrefill:
+        from headrace.backends.null import decoder_like
+        from headrace.plan import compile_plan
+
+        manifest = self.manifest()
+        plan = compile_plan(decoder_like(manifest), manifest.layouts[0], len(tokens), len(tokens))
+        sink = MemorySink(plan, ask(len(tokens)))
+        self._engine.prefill_stream(tokens, sink)
+        cells = sink.cells()
+        parts = [[cells[layer, part] for part in range(2)] for layer in range(len(plan.layers))]
+        return WholePrefill(parts, sink.logits)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class TestLegacy(PrefillEngineConformance):
+    starts: ClassVar[bool] = False
+
+    def make_engine(self) -> PrefillEngine:
+        return LegacyEngine(WholeReplay(open_replay({**GEOMETRY, "window": 16, "full_every": 3})))
+
+    def test_it_gives_whole_results_only(self) -> None:
+        assert self.engine.manifest().emits == ()
+        sink = MemorySink(self._plan(4), ask(4))
+        with pytest.raises(LocalProtocolError, match="cannot start at position 2"):
+            self.engine.prefill_stream([1, 2, 3, 4], sink, 2)
+
+
+class TestLegacyTokenMajor(TestLegacy):
+    def make_engine(self) -> PrefillEngine:
+        return LegacyEngine(WholeReplay(open_replay({**GEOMETRY, "layout": "token_major"})))

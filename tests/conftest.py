@@ -1,0 +1,47 @@
+"""What all tests share: children that find the tree, and a look at what a test left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _children_find_the_tree() -> Iterator[None]:
+    """Source and owner processes import `tests` and `headrace` from here, wherever pytest runs."""
+    before = os.environ.get("PYTHONPATH")
+    paths = [str(ROOT), str(ROOT / "src"), *([before] if before else [])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    yield
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+def children() -> set[int]:
+    """Pids of this process's children, zombies included."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended since
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
+
+
+def open_fds() -> int:
+    """Descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """No child, no descriptor and no name in /dev/shm is left behind."""
+    before = children(), open_fds(), sorted(os.listdir("/dev/shm"))
+    yield
+    assert (children(), open_fds(), sorted(os.listdir("/dev/shm"))) == before

@@ -1,0 +1,229 @@
+"""The owner process and its router: whoever dies, the other hears once and nobody is left over."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.errors import PeerDied, Refused
+from headrace.runtime.config import OwnerConfig
+from headrace.runtime.requests import RequestOptions
+from headrace.runtime.router import OwnerClient, OwnerFailed
+from tests.faults.lab import CONTEXT, GATED, GEOMETRY, LAYERS, Gate, prompt
+
+STREAMED = RequestOptions(route="streamed", max_tokens=1, audit=True)
+WITHIN_MS = 10_000
+
+
+def config(gate: Gate, **changes: Any) -> OwnerConfig:
+    facts: dict[str, Any] = {
+        "decoder": "null",
+        "decoder_options": {"context": CONTEXT, "lanes": 2},
+        "source": GATED,
+        "source_options": {**GEOMETRY, "gate": str(gate.path)},
+        "context": CONTEXT,
+        "start_timeout_s": 20.0,
+    }
+    return OwnerConfig(**facts | changes)
+
+
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def dead(pidfd: int) -> bool:
+    """Whether a process is gone, within the bound."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(WITHIN_MS))
+
+
+class Watched:
+    """An owner client with the pidfd of its source, and the gate that the source waits at."""
+
+    def __init__(self, directory: Path, **changes: Any) -> None:
+        self.gate = Gate(directory / "gate")
+        self.client = OwnerClient(config(self.gate, **changes))
+        self.up = self.client.start()
+        assert self.client._child is not None
+        self.owner_pid = self.client._child.pid
+        (self.source_pid,) = children_of(self.owner_pid)
+        self.source = os.pidfd_open(self.source_pid)
+
+    def close(self) -> None:
+        self.gate.open()
+        self.client.close()
+        assert dead(self.source)
+        os.close(self.source)
+
+
+@contextmanager
+def watched(directory: Path, **changes: Any) -> Iterator[Watched]:
+    made = Watched(directory, **changes)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_serves_and_ends(tmp_path: Path) -> None:
+    with watched(tmp_path) as w:
+        assert (w.up.lanes, w.up.num_slots, w.up.context) == (2, 2, CONTEXT)
+        w.gate.open()
+        digests = set()
+        for route in ("whole", "chunked", "streamed"):
+            options = RequestOptions(route=route, max_tokens=1, audit=True, trace=True)
+            result = w.client.result(w.client.submit(prompt(1), options))
+            assert result.ended.outcome == "finished"
+            assert result.source_intervals
+            assert result.owner_intervals
+            digests.add((tuple(result.tokens), result.ended.kv_digests))
+        assert len(digests) == 1
+
+
+def test_results_are_kept_for_whoever_asks_later(tmp_path: Path) -> None:
+    """Two requests at once, asked for in the other order."""
+    with watched(tmp_path) as w:
+        w.gate.open()
+        first = w.client.submit(prompt(1), STREAMED)
+        second = w.client.submit(prompt(2), STREAMED)
+        late = w.client.result(second)
+        early = w.client.result(first)
+        assert late.ended.label == second
+        assert early.ended.label == first
+        assert len(early.tokens) == len(late.tokens) == 1
+
+
+@pytest.mark.parametrize("spans", [None, 0, 2, LAYERS])
+def test_killed_owner_takes_its_source_along(tmp_path: Path, spans: int | None) -> None:
+    """The router hears of it once per wait, and what it waits for never hangs."""
+    with watched(tmp_path) as w:
+        if spans is not None:
+            w.gate.allow(spans)
+            label = w.client.submit(prompt(1), STREAMED)
+        os.kill(w.owner_pid, signal.SIGKILL)
+        assert dead(w.source)
+        with pytest.raises(PeerDied, match=r"the owner process died \(status -9\)"):
+            w.client.result(label if spans is not None else 0)
+
+
+def test_stopped_source_does_not_stop_the_owner(tmp_path: Path) -> None:
+    """A withdrawn request ends at once, and closing ends a stopped source too."""
+    with watched(tmp_path) as w:
+        label = w.client.submit(prompt(1), STREAMED)
+        os.kill(w.source_pid, signal.SIGSTOP)
+        w.client.withdraw(label)
+        assert w.client.result(label).ended.outcome == "cancelled"
+
+
+def test_killed_source_is_told_to_the_router(tmp_path: Path) -> None:
+    with watched(tmp_path) as w:
+        label = w.client.submit(prompt(1), STREAMED)
+        os.kill(w.source_pid, signal.SIGKILL)
+        ended = w.client.result(label).ended
+        assert ended.outcome == "failed"
+        assert "signal 9" in ended.reason
+        again = w.client.result(w.client.submit(prompt(1), STREAMED)).ended
+        assert (again.outcome, again.mistake) == ("failed", "source")
+        assert again.reason.startswith("no prefill source")
+
+
+def test_a_refused_request_names_its_option(tmp_path: Path) -> None:
+    with watched(tmp_path) as w:
+        w.gate.open()
+        for options, field in (
+            (RequestOptions(max_tokens=2), "max_tokens"),
+            (RequestOptions(max_tokens=1, group_layers=0), "group_layers"),
+        ):
+            ended = w.client.result(w.client.submit(prompt(1), options)).ended
+            assert (ended.outcome, ended.mistake) == ("failed", field)
+        good = w.client.result(w.client.submit(prompt(1), STREAMED)).ended
+        assert good.outcome == "finished"
+
+
+ROUTER = """
+import os, sys, signal
+import msgspec
+from headrace.runtime.config import OwnerConfig
+from headrace.runtime.requests import RequestOptions
+from headrace.runtime.router import OwnerClient
+
+client = OwnerClient(msgspec.json.decode(sys.argv[1], type=OwnerConfig))
+client.start()
+client.submit(list(range(20)), RequestOptions(route="streamed", max_tokens=1))
+print(client._child.pid, flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_router_takes_all_along(tmp_path: Path, number: signal.Signals) -> None:
+    gate = Gate(tmp_path / "gate")
+    text = msgspec.json.encode(config(gate)).decode()
+    with subprocess.Popen(
+        [sys.executable, "-c", ROUTER, text], stdout=subprocess.PIPE, text=True
+    ) as router:
+        assert router.stdout is not None
+        owner = int(router.stdout.readline())
+        (source,) = children_of(owner)
+        pidfds = [os.pidfd_open(pid) for pid in (owner, source)]
+        router.send_signal(number)
+        for pidfd in pidfds:
+            assert dead(pidfd)
+            os.close(pidfd)
+    gate.open()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"source": "nowhere"}, "unknown source 'nowhere'"),
+        ({"decoder": "nowhere"}, "unknown decoder 'nowhere'"),
+        ({"source": "headrace.nothing:open"}, "cannot import it"),
+        ({"source": "headrace.ids:open"}, "has no factory 'open'"),
+        ({"source": "replay", "source_options": {"lairs": 3}}, "unknown field `lairs`"),
+        ({"source_python": "/nowhere/python"}, "interpreter '/nowhere/python' is missing"),
+        ({"num_slots": 0}, "slots is 0"),
+        ({"decoder_options": {"lanes": 1}}, "missing required field `context`"),
+        ({"context": 1 << 40}, "context"),
+    ],
+)
+def test_a_mistake_in_the_config_is_one_sentence(
+    tmp_path: Path, changes: dict[str, Any], text: str
+) -> None:
+    gate = Gate(tmp_path / "gate")
+    gate.open()
+    changes = {"source": "replay", "source_options": dict(GEOMETRY)} | changes
+    client = OwnerClient(config(gate, **changes))
+    begun_s = time.monotonic()
+    try:
+        with pytest.raises(Refused) as caught:
+            client.start()
+    finally:
+        client.close()
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - begun_s < 5.0
+
+
+def test_a_source_that_dies_while_loading(tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    gate.open()
+    client = OwnerClient(config(gate, source="tests.faults.engines:open_dying"))
+    try:
+        with pytest.raises(OwnerFailed, match="died: exit status 9 while starting"):
+            client.start()
+    finally:
+        client.close()
