@@ -212,6 +212,7 @@ class Lab:
     def settle(self) -> None:
         """Everything is free again, and adds up."""
         self.until(lambda: self.owner.idle, "the owner is idle")
+        self.until_count("slots", "quarantined", 0)
         self.owner.check_integrity()
         slots, lanes = self.counts("slots"), self.counts("lanes")
         assert slots["free"] == sum(slots.values())

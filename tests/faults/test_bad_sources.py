@@ -195,7 +195,7 @@ def test_options_that_no_source_could_read(shared: Lab) -> None:
         assert caught.value.field == name
     with pytest.raises(Refused, match=r"outside \[0, 2000\)"):
         shared.submit([2000])
-    with pytest.raises(Refused, match="does not fit a context"):
+    with pytest.raises(Refused, match="prompt is empty"):
         shared.submit([])
     with pytest.raises(Refused, match=f"65 prompt tokens .* and it is {CONTEXT}"):
         shared.submit([1] * (CONTEXT + 1))

@@ -53,6 +53,7 @@ class SourceEvent(Enum):
 _S, _E = SourceState, SourceEvent
 
 _EVEN_MESSAGES = MAX_PROGRESS * 3 // 4
+MOST_SPANS = _EVEN_MESSAGES * MAX_SPANS  # a request that is cut finer is refused before it starts
 
 _CLOSING = 2  # messages of an attempt beside its progress: SourceFinal or Failed, and Released
 
@@ -83,7 +84,7 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         self._begun_ns = 0
         self._num_sent = 0
         self._ended = False
-        self._stride = min(MAX_SPANS, -(-_expected_spans(prefill, plan) // _EVEN_MESSAGES))
+        self._stride = min(MAX_SPANS, -(-expected_spans(prefill, plan) // _EVEN_MESSAGES))
 
     def start(self, now_ns: int) -> None:
         """The engine begins to compute."""
@@ -214,7 +215,7 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         return out
 
 
-def _expected_spans(prefill: Prefill, plan: Plan) -> int:
+def expected_spans(prefill: Prefill, plan: Plan) -> int:
     """How many spans an engine announces that cuts as it was asked to, at most."""
     computed = min(prefill.prefill_chunk or plan.num_tokens, plan.num_tokens)
     moved = prefill.chunk or computed

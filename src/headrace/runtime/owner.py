@@ -1,8 +1,7 @@
-"""The owner's shell: carries out the machine's commands with real memory, channels and a decoder.
+"""`DecoderOwner`: the sole owner of one decoder, in turns.
 
 One thread owns the decoder's device. A turn takes messages, cancels and deaths, publishes what is
-complete, imports up to a byte budget, and decodes one step of one entry. It decides nothing that
-the machine decides.
+complete, imports up to a byte budget, and decodes one step of one entry.
 """
 
 from __future__ import annotations
@@ -12,15 +11,12 @@ import logging
 import selectors
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import assert_never
 
-from headrace.backends.base import Decoder, Fence, SlotView
+from headrace.backends.base import Decoder
 from headrace.errors import (
-    DeviceError,
+    Closed,
     LocalProtocolError,
     PeerDied,
     Refused,
@@ -28,36 +24,21 @@ from headrace.errors import (
     WouldBlock,
 )
 from headrace.geometry import Manifest
-from headrace.ids import AttemptId, ImportId, SourceId, Span
+from headrace.ids import AttemptId, SourceId, Span
 from headrace.messages import (
-    MAX_TEXT,
-    Cancel,
     Failed,
-    Prefill,
     Progress,
     Released,
     SourceFinal,
+    travelling_text,
 )
 from headrace.plan import Plan, compile_plan
 from headrace.protocol.books import AttemptMessage, Limits
-from headrace.protocol.commands import (
-    CheckDigest,
-    Command,
-    Free,
-    KillSource,
-    Outcome,
-    Publish,
-    Quarantine,
-    Report,
-    Reserve,
-    SendCancel,
-    StartImport,
-    StartPrefill,
-)
 from headrace.protocol.owner import Owner
+from headrace.protocol.source import MOST_SPANS, expected_spans
 from headrace.runtime.active import Active
-from headrace.runtime.digest import crc32
 from headrace.runtime.requests import Request, RequestOptions
+from headrace.runtime.shell import Shell, grant
 from headrace.runtime.worker import SourceHandle
 
 IDLE_BUDGET_NBYTES = 64 << 20  # imported in one turn when nobody decodes
@@ -67,23 +48,13 @@ MAX_FLIGHTS = 64  # imports begun and not fenced, on a device that copies by its
 
 HANG_UP_GRACE_S = 0.2  # from the end of a source's channel to its death, in a process that ends
 
-DECODER_FAULTS = (DeviceError, LocalProtocolError)  # of the device, or of the code that drives it
 
 _log = logging.getLogger("headrace.owner")
 
 _epochs = itertools.count(time.time_ns())
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    active: Active
-    fence: Fence
-    piece: Span
-    begun_ns: int
-    nbytes: int
-
-
-class DecoderOwner:
+class DecoderOwner(Shell):
     """The sole owner of one decoder and of the sources attached to it.
 
     Every method must be called from the thread that made it. `turn` does a bounded piece of work;
@@ -108,7 +79,6 @@ class DecoderOwner:
         if not decoder.caps.ordered_copy:
             raise Refused("this decoder has no ordered copy with a fence; it cannot own a cache")
         self.context = context
-        self._decoder = decoder
         self._manifest = decoder.manifest()
         limits = Limits(
             decoder.caps.max_lanes,
@@ -118,15 +88,8 @@ class DecoderOwner:
             int(progress_timeout_s * 1e9),
             int(drain_timeout_s * 1e9),
         )
-        self._machine = Owner(next(_epochs), limits)
-        self._handles: dict[SourceId, SourceHandle] = {}
-        self._active: dict[AttemptId, Active] = {}
-        self._flights: dict[ImportId, _Flight] = {}
-        self._decoding: deque[Active] = deque()
+        super().__init__(Owner(next(_epochs), limits), decoder)
         self._selector = selectors.DefaultSelector()
-        self._failures: list[Callable[[], None]] = []
-        self._plans: dict[SourceId, Callable[[int], Plan]] = {}
-        self._granted: dict[SourceId, StartPrefill] = {}  # the last grant of each
 
     # What a caller does.
 
@@ -224,9 +187,41 @@ class DecoderOwner:
         if self._decoding:
             self._decode()
 
+    def fileno(self) -> int:
+        """A descriptor that is readable when a turn has something to take in.
+
+        For a caller with an event loop of its own: turn when it is readable, and at least as often
+        as `next_turn_s` says.
+        """
+        return self._selector.fileno()
+
+    def next_turn_s(self) -> float | None:
+        """Seconds after which a turn is due although nothing comes in; None = no such time."""
+        if self._decoding or self._flights or self._machine.has_pieces:
+            return 0.0
+        due_ns = self._machine.next_deadline_ns()
+        return None if due_ns is None else max(0.0, (due_ns - time.monotonic_ns()) / 1e9)
+
     def plan_of(self, request: Request) -> Plan:
         """The plan of a running or held request, once it was leased a slot."""
-        return self._active[AttemptId(*request.request, 1)].the_plan
+        attempt = AttemptId(*request.request, 1)
+        if attempt not in self._active:
+            raise Closed(f"request {request.request} is over")
+        return self._active[attempt].the_plan
+
+    def read(self, request: Request, layer: int, part: int) -> bytes:
+        """The bytes of one part of a held entry: its live window, in the plan's layout.
+
+        That is [heads, n - lo, head_dim] for `head_major` and [n - lo, heads, head_dim] for
+        `token_major`, where `plan_of(request).windows[layer]` is (lo, n); empty for a layer without
+        cells.
+        """
+        if request.entry is None:
+            raise LocalProtocolError(f"request {request.request} holds no entry")
+        plan = self.plan_of(request)
+        copies = plan.copies(Span(layer, layer + 1, 0, plan.num_tokens))
+        wanted = [copy for copy in copies if copy.part == part]
+        return b"".join(self._decoder.read(request.entry, plan.layout, copy) for copy in wanted)
 
     def run_until_done(self, *requests: Request) -> None:
         """Turn until all of `requests` are done."""
@@ -235,10 +230,10 @@ class DecoderOwner:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is held: no request, no slot, no import."""
-        statistics = self._machine.statistics()
-        slots = statistics["slots"]
-        return not self._active and slots.get("free", 0) == sum(slots.values())
+        """Whether nothing is held: no request, no import, no slot but those in quarantine."""
+        slots = self._machine.statistics()["slots"]
+        at_rest = slots.get("free", 0) + slots.get("quarantined", 0)
+        return not self._active and at_rest == sum(slots.values())
 
     def drain(self, timeout_s: float = 30.0) -> bool:
         """Turn until idle; False if that took longer than `timeout_s`."""
@@ -302,7 +297,7 @@ class DecoderOwner:
         granted = self._granted.get(source)
         if granted is not None:
             identity = granted.attempt, granted.slot, granted.generation
-            self._tell(source, Failed(*identity, reason[:MAX_TEXT]))
+            self._tell(source, Failed(*identity, travelling_text(reason)))
 
     def _checked_final(self, manifest: Manifest, final: SourceFinal) -> SourceFinal | Failed:
         """The final, or a failure if it is not what the source's manifest promised."""
@@ -334,223 +329,6 @@ class DecoderOwner:
         self._machine.source_died(source, handle.exit_text(), time.monotonic_ns())
         self._run_commands()
 
-    # What the machine commands.
-
-    def _run_commands(self) -> None:
-        commands = deque(self._machine.commands())
-        while commands or self._failures:
-            while commands:
-                self._run(commands.popleft())
-            while self._failures:  # only now: what was commanded before must be carried out first
-                self._failures.pop(0)()
-            commands.extend(self._machine.commands())
-
-    def _run(self, command: Command) -> None:
-        match command:
-            case Reserve():
-                self._reserve(command)
-            case StartPrefill():
-                self._start_prefill(command)
-            case SendCancel():
-                self._send(command.source, Cancel(command.attempt))
-            case KillSource():
-                _log.warning("%s: it is ended", command.reason)
-                self._handles[command.source].kill()  # its pidfd tells the machine
-            case StartImport():
-                self._start_import(command)
-            case CheckDigest():
-                self._check_digest(command)
-            case Publish():
-                self._publish(command)
-            case Free():
-                self._free(command)
-            case Quarantine():
-                self._active.pop(command.attempt, None)
-            case Report():
-                self._report(command)
-            case _:
-                assert_never(command)
-
-    def _reserve(self, command: Reserve) -> None:
-        active = self._active[command.attempt]
-        try:
-            active.held = self._decoder.reserve(command.num_tokens)
-        except WouldBlock as exc:
-            self._fail_later(self._machine.reserve_refused, command.attempt, exc)
-        except DECODER_FAULTS as exc:
-            self._fail_later(self._machine.device_failed, command.attempt, exc)
-
-    def _fail_later(
-        self, fail: Callable[[AttemptId, str, int], None], attempt: AttemptId, exc: Exception
-    ) -> None:
-        self._active[attempt].broken = True
-        self._failures.append(lambda: fail(attempt, _reason(exc), time.monotonic_ns()))
-
-    def _free(self, command: Free) -> None:
-        active = self._active.pop(command.attempt)
-        if active.held is None:
-            return
-        try:
-            self._decoder.free(active.held)
-        except DECODER_FAULTS as exc:
-            _log.error("%s was not freed and is out of service: %s", active.held, _reason(exc))
-            self._machine.lane_lost(time.monotonic_ns())
-
-    def _start_prefill(self, command: StartPrefill) -> None:
-        active = self._active[command.attempt]
-        self._granted[command.source] = command
-        handle = self._handles[command.source]
-        plan = active.plan = self._plans[command.source](active.request.num_tokens)
-        slot = handle.slot(command.slot)
-        prompt = active.prompt_bytes()
-        slot[plan.slot.prompt_offset : plan.slot.prompt_offset + len(prompt)] = prompt
-        options = active.request.options
-        _log.debug("prefill granted: %s, slot %d", command.attempt, command.slot)
-        self._send(
-            command.source,
-            Prefill(
-                command.attempt,
-                command.slot,
-                command.generation,
-                plan.num_tokens,
-                options.route,
-                options.group_layers,
-                options.chunk,
-                options.prefill_chunk,
-                options.emission,
-                options.digest,
-            ),
-        )
-
-    def _send(self, source: SourceId, message: Prefill | Cancel) -> None:
-        try:
-            self._handles[source].send(message)
-        except PeerDied:
-            return  # its pidfd tells the machine
-
-    def _start_import(self, command: StartImport) -> None:
-        active = self._active[command.attempt]
-        handle = self._handles[command.source]
-        copies = active.the_plan.copies(command.piece)
-        nbytes = sum(copy.nbytes for copy in copies)
-        slot = SlotView(handle.slot(command.slot), handle.slot_address(command.slot), handle.layout)
-        begun_ns = time.monotonic_ns()
-        try:
-            fence = self._decoder.begin_import(active.reservation, slot, copies)
-        except DECODER_FAULTS as exc:
-            self._machine.import_failed(command.import_id, _reason(exc), time.monotonic_ns())
-            return
-        flight = _Flight(active, fence, command.piece, begun_ns, nbytes)
-        if not self._landed(command.import_id, flight):
-            self._flights[command.import_id] = flight
-
-    def _poll_fences(self) -> None:
-        for import_id, flight in list(self._flights.items()):
-            if self._landed(import_id, flight):
-                del self._flights[import_id]
-        self._run_commands()
-
-    def _landed(self, import_id: ImportId, flight: _Flight) -> bool:
-        """Whether the import is over; reports it if so."""
-        try:
-            if not flight.fence.done():
-                return False
-        except DECODER_FAULTS as exc:
-            self._machine.import_failed(import_id, _reason(exc), time.monotonic_ns())
-            return True
-        now_ns = time.monotonic_ns()
-        flight.active.imported(flight.piece, flight.begun_ns, now_ns, flight.nbytes)
-        self._machine.import_done(import_id, now_ns)
-        return True
-
-    def _check_digest(self, command: CheckDigest) -> None:
-        active = self._active[command.attempt]
-        plan = active.the_plan
-        try:
-            actual = crc32(
-                self._decoder.read(active.reservation, plan.layout, copy)
-                for copy in plan.copies(command.span)
-            )
-        except DECODER_FAULTS as exc:
-            self._machine.import_failed(command.import_id, _reason(exc), time.monotonic_ns())
-            return
-        self._machine.digest_checked(command.import_id, actual, time.monotonic_ns())
-
-    def _publish(self, command: Publish) -> None:
-        active = self._active[command.attempt]
-        if active.broken:
-            return
-        layout = active.the_plan.slot
-        logits = memoryview(b"")
-        if command.token is None:  # copied, since publishing ends the slot's lease
-            slot = self._handles[command.source].slot(command.slot)
-            logits = memoryview(bytes(slot[layout.logits_offset :][: layout.logits_nbytes]))
-        try:
-            entry = self._decoder.publish(active.reservation)
-        except DECODER_FAULTS as exc:
-            self._machine.device_failed(command.attempt, _reason(exc), time.monotonic_ns())
-            return
-        active.published(entry)
-        _log.debug("published: %s", command.attempt)
-        self._machine.published(command.attempt, time.monotonic_ns())
-        self._begin_decode(active, command.token, logits)
-
-    def _begin_decode(self, active: Active, token: int | None, logits: memoryview) -> None:
-        request = active.request
-        if request.options.hold:
-            request.entry, request.logits = active.entry, bytes(logits)
-            request.tokens += [] if token is None else [token]
-            active.end("finished", "")
-            return
-        last = request.options.max_tokens == 0
-        try:
-            if not last:
-                last = active.take(active.choose(logits) if token is None else token)
-        except DeviceError as exc:  # the source's row of logits holds no choice
-            self._finish(active, "failed", str(exc))
-            return
-        if request.options.audit:
-            active.audit(self._decoder)
-        if last:
-            self._finish(active, "finished", "")
-        else:
-            self._decoding.append(active)
-
-    def _decode(self) -> None:
-        """One step of the entry whose turn it is; the others' order stays."""
-        active = self._decoding[0]
-        begun_ns = time.monotonic_ns()
-        try:
-            (logits,) = self._decoder.decode_step([(active.entry, active.request.tokens[-1])])
-            last = active.take(active.choose(logits))
-        except DECODER_FAULTS as exc:
-            self._decoding.popleft()
-            self._finish(active, "failed", _reason(exc), quarantine=isinstance(exc, DeviceError))
-            return
-        self._decoding.rotate(-1)
-        for other in self._active.values():
-            other.decoded_meanwhile(time.monotonic_ns() - begun_ns)
-        if last:
-            self._decoding.remove(active)
-            self._finish(active, "finished", "")
-
-    def _finish(
-        self, active: Active, outcome: str, reason: str, *, quarantine: bool = False
-    ) -> None:
-        active.end(outcome, reason)
-        why = reason if quarantine else ""
-        self._machine.retire(active.request.request, time.monotonic_ns(), why)
-        self._run_commands()
-
-    def _report(self, command: Report) -> None:
-        attempt = AttemptId(*command.request, 1)
-        active = self._active[attempt]
-        if command.outcome is not Outcome.PUBLISHED:
-            _log.info("%s %s: %s", attempt, command.outcome.value, command.reason)
-            active.end(command.outcome.value, command.reason)
-            if active.held is None:
-                del self._active[attempt]
-
     def _check(self, tokens: Sequence[int], options: RequestOptions) -> None:
         for handle in self._handles.values():
             options.check(handle.manifest)
@@ -574,18 +352,20 @@ class DecoderOwner:
                 f"{reach}, and it is {self.context}; raise --context or ask for less",
                 field="context",
             )
+        for plan_for in self._plans.values():
+            plan = plan_for(len(tokens))
+            asked = grant(AttemptId(0, 0, 0), 0, 0, len(tokens), options)
+            num_spans = expected_spans(asked, plan)
+            if num_spans > MOST_SPANS:
+                raise Refused(
+                    f"this is cut into {num_spans} spans and at most {MOST_SPANS} can be told; use "
+                    "larger chunks or layer groups",
+                    field="chunk",
+                )
 
     def _wait_s(self, timeout_s: float) -> float:
-        if self._decoding or self._flights or self._machine.has_pieces:
-            return 0.0
-        due_ns = self._machine.next_deadline_ns()
-        if due_ns is None:
-            return timeout_s
-        return min(timeout_s, max(0.0, (due_ns - time.monotonic_ns()) / 1e9))
-
-
-def _reason(exc: Exception) -> str:
-    return str(exc) or type(exc).__name__
+        due_s = self.next_turn_s()
+        return timeout_s if due_s is None else min(timeout_s, due_s)
 
 
 def _prompt(tokens: Sequence[int]) -> array[int]:

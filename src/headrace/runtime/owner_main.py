@@ -31,7 +31,6 @@ from headrace.errors import (
 )
 from headrace.messages import (
     MAX_INTERVALS,
-    MAX_TEXT,
     Down,
     Ended,
     Events,
@@ -44,6 +43,7 @@ from headrace.messages import (
     Withdraw,
     decode_to_owner,
     encode,
+    travelling_text,
 )
 from headrace.plan import TOKEN_NBYTES
 from headrace.process import die_with_parent
@@ -116,9 +116,8 @@ class OwnerProcess:
             tokens = _read_prompt(descriptors, submit.num_tokens)
             request = self._owner.submit(tokens, options_of(submit), on_token=on_token)
         except Refused as exc:
-            self._outbox.append(
-                Ended(label, "failed", str(exc)[:MAX_TEXT], exc.field or "request", None, "", ())
-            )
+            reason, field = travelling_text(str(exc)), exc.field or "request"
+            self._outbox.append(Ended(label, "failed", reason, field, None, "", ()))
         else:
             self._running[label] = request
 
@@ -132,7 +131,7 @@ class OwnerProcess:
             Ended(
                 label,
                 request.outcome,  # type: ignore[arg-type]
-                request.reason[:MAX_TEXT],
+                travelling_text(request.reason),
                 "",
                 request.measured,
                 request.logits_digest,
@@ -182,15 +181,15 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             _serve(channel, config)
         except PeerDied as exc:
-            if not _tell(channel, Down(False, str(exc)[:MAX_TEXT])):
+            if not _tell(channel, Down(False, travelling_text(str(exc)))):
                 return 0  # it was the router that died
         except (Refused, BackendUnavailable) as exc:
-            _tell(channel, Down(True, str(exc)[:MAX_TEXT]))
+            _tell(channel, Down(True, travelling_text(str(exc))))
         except HeadraceError as exc:
-            _tell(channel, Down(False, f"{type(exc).__name__}: {exc}"[:MAX_TEXT]))
+            _tell(channel, Down(False, travelling_text(f"{type(exc).__name__}: {exc}")))
         except Exception as exc:
             _log.exception("the owner failed")
-            _tell(channel, Down(False, f"{type(exc).__name__}: {exc}"[:MAX_TEXT]))
+            _tell(channel, Down(False, travelling_text(f"{type(exc).__name__}: {exc}")))
         else:
             return 0
     return 1

@@ -18,10 +18,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from headrace.backends.null import NullDecoder, decoder_like
-from headrace.errors import Closed, HeadraceError, LocalProtocolError
+from headrace.errors import Closed, HeadraceError
 from headrace.geometry import Layout, Manifest
 from headrace.ids import Span
-from headrace.plan import Plan
 from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.requests import Request, RequestOptions
 from headrace.runtime.worker import SourceHandle
@@ -180,7 +179,7 @@ class SubprocessPrefillWorker:
             self._ready.set_result(manifest)
             while self._take_calls(owner):
                 owner.turn(60.0)
-                self._settle(owner, decoder)
+                self._settle(owner)
         except BaseException as exc:
             if not self._ready.done():
                 self._ready.set_exception(exc)
@@ -226,7 +225,7 @@ class SubprocessPrefillWorker:
             else:
                 self._running[call.future] = (request, call)
 
-    def _settle(self, owner: DecoderOwner, decoder: NullDecoder) -> None:
+    def _settle(self, owner: DecoderOwner) -> None:
         for future, (request, call) in list(self._running.items()):
             if call.failure is not None:
                 owner.cancel(request)
@@ -236,7 +235,7 @@ class SubprocessPrefillWorker:
             if request.entry is None:
                 _fail(future, call.failure or PrefillFailed(request.reason))
                 continue
-            result = _copy_out(owner, decoder, request)
+            result = _copy_out(owner, request)
             owner.release(request)
             if call.failure is not None:
                 _fail(future, call.failure)
@@ -244,18 +243,14 @@ class SubprocessPrefillWorker:
                 future.set_result(result)
 
 
-def _copy_out(owner: DecoderOwner, decoder: NullDecoder, request: Request) -> PrefillResult:
-    plan: Plan = owner.plan_of(request)
-    if request.entry is None:
-        raise LocalProtocolError(f"request {request.request} has no entry")
-    parts = []
-    for layer in range(len(plan.layers)):
-        copies = plan.copies(Span(layer, layer + 1, 0, plan.num_tokens))
-        parts.append(tuple(bytes(decoder.read(request.entry, plan.layout, c)) for c in copies))
-    token = request.tokens[0] if request.tokens else None
-    return PrefillResult(
-        plan.num_tokens, plan.layout, plan.windows, tuple(parts), request.logits, token
+def _copy_out(owner: DecoderOwner, request: Request) -> PrefillResult:
+    plan = owner.plan_of(request)
+    parts = tuple(
+        tuple(owner.read(request, layer.index, part) for part in range(len(layer.parts)))
+        for layer in plan.layers
     )
+    token = request.tokens[0] if request.tokens else None
+    return PrefillResult(plan.num_tokens, plan.layout, plan.windows, parts, request.logits, token)
 
 
 def _fail(future: Future[PrefillResult], exc: Exception) -> None:

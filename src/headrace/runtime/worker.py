@@ -63,8 +63,11 @@ class SourceHandle:
         num_slots: int = 2,
         start_timeout_s: float = 300.0,
         log_level: str = "WARNING",
+        env: Mapping[str, str] | None = None,
     ) -> None:
         """`engine` names one (torch, replay, module:factory) in the environment of `interpreter`.
+
+        `env`: variables over those of this process, such as a vendor's device choice.
 
         Raises:
             Refused: num_slots is below one.
@@ -79,6 +82,7 @@ class SourceHandle:
         self._interpreter = interpreter
         self._start_timeout_s = start_timeout_s
         self._log_level = log_level
+        self._env = dict(env or {})
         self._child: ChildProcess | None = None
         self._channel: Channel[ToSource, FromSource] | None = None
         self._slab: Slab | None = None
@@ -105,6 +109,7 @@ class SourceHandle:
                 ],
                 interpreter=self._interpreter,
                 inherit=[theirs.fileno()],
+                env=self._env,
             )
         except HeadraceError:
             ours.close()

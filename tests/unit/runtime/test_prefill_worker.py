@@ -96,6 +96,7 @@ def test_a_future_can_be_cancelled_at_each_moment(gated: Gated, spans: int | Non
         gated.gate.allow(spans)
         gated.until_told(spans)
     assert future.cancel()
+    assert not wait_for([future], WITHIN_S).not_done  # those who wait for it are told
     with pytest.raises(CancelledError):
         future.result(WITHIN_S)
     after = gated.prefill(3)
@@ -167,7 +168,7 @@ def test_a_worker_that_was_not_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tokens", "options", "error", "text"),
     [
-        ([], RequestOptions(), Refused, "a prompt of 0 tokens"),
+        ([], RequestOptions(), Refused, "prompt is empty"),
         ([1] * 65, RequestOptions(), Refused, "65"),
         ([32], RequestOptions(), Refused, "outside"),
         ([1], RequestOptions(chunk=-1), Refused, "chunk is -1"),
