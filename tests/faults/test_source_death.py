@@ -119,11 +119,11 @@ def test_stopped_past_the_progress_deadline(tmp_path: Path, after: str) -> None:
             "the source made no progress in time",
         )
         lab.owner.check_integrity()
-        assert lab.counts("slots")["free"] == 1
         assert lab.counts("lanes")["free"] == 2
         assert lab.decoder.statistics()["free"] == 2
+        if after != "silent":
+            assert (lab.counts("slots")["draining"], lab.counts("slots")["free"]) == (1, 1)
         if after == "released":
-            assert lab.counts("slots")["draining"] == 1
             os.kill(lab.handle.pid, signal.SIGCONT)
             lab.settle()
             lab.serve_exact(3)

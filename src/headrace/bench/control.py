@@ -40,11 +40,12 @@ ROW = Progress(AttemptId(2**60, 7, 1), 0, 3, (Span(4, 5, 0, NUM_TOKENS),), (), 2
 
 
 def run(requests: int, round_trips: int) -> Iterator[dict[str, Any]]:
-    """Rows: one per span of `requests` hand-offs of 30 layers, then one per round trip."""
-    for number, cost_ns in enumerate(span_costs_ns(requests)):
-        yield {"measure": "span_cost", "number": number, "ns": cost_ns}
-    for number, rtt_ns in enumerate(round_trips_ns(round_trips)):
-        yield {"measure": "one_way", "number": number, "ns": rtt_ns / 2}
+    """Two rows, each with all its samples in ns: of every span of `requests` hand-offs of 30
+    layers, and of every round trip's half.
+    """
+    yield {"measure": "span_cost", "load_1min": os.getloadavg()[0], "ns": span_costs_ns(requests)}
+    halves = [rtt_ns / 2 for rtt_ns in round_trips_ns(round_trips)]
+    yield {"measure": "one_way", "load_1min": os.getloadavg()[0], "ns": halves}
 
 
 def span_costs_ns(requests: int) -> list[int]:

@@ -23,10 +23,10 @@ def control_command(
     """A span's control cost at the owner, and a message's one-way time."""
     rows = list(control.run(requests, round_trips))
     write_rows(out, "control", rows)
-    for measure in ("span_cost", "one_way"):
-        micros = [row["ns"] / 1e3 for row in rows if row["measure"] == measure]
+    for row in rows:
+        micros = [ns / 1e3 for ns in row["ns"]]
         _console.print(
-            f"{measure:>10}: p50 {percentile(micros, 50):.1f} us  "
+            f"{row['measure']:>10}: p50 {percentile(micros, 50):.1f} us  "
             f"p99 {percentile(micros, 99):.1f} us  n={len(micros)}"
         )
     return 0
