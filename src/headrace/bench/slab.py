@@ -35,7 +35,7 @@ class TransferFailed(HeadraceError):
 
 
 def run(
-    sizes_mb: tuple[int, ...], repeats: int, *, chunk_nbytes: int = PIECE_NBYTES
+    sizes_mb: tuple[int, ...], repeats: int, *, chunk_nbytes: int = 8 << 20
 ) -> Iterator[dict[str, Any]]:
     """Rows of both forms at each size (MiB), interleaved A/B/B/A, the first of each dropped."""
     for size_mb in sizes_mb:

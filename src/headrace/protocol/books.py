@@ -32,7 +32,7 @@ class Limits:
     num_lanes: int
     context: int
     prefetch_depth: int = 1
-    chunk_nbytes: int = 4 << 20
+    chunk_nbytes: int = 8 << 20
     progress_timeout_ns: int = 600 * 10**9
     drain_timeout_ns: int = 30 * 10**9
 

@@ -67,7 +67,7 @@ class DecoderOwner(Shell):
         *,
         context: int,
         prefetch_depth: int = 1,
-        chunk_nbytes: int = 4 << 20,
+        chunk_nbytes: int = 8 << 20,
         progress_timeout_s: float = 600.0,
         drain_timeout_s: float = 30.0,
     ) -> None:
