@@ -5,7 +5,7 @@ MODEL ?= smollm2-135m
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check full-matrix bench clean
+.PHONY: demo test check full-matrix clean
 
 demo: $(VENV)/.cpu
 	$(BIN)/headrace models pull $(MODEL)
@@ -15,12 +15,14 @@ demo: $(VENV)/.cpu
 test: check
 	$(BIN)/python -m pytest
 
-# The rules that are not tests: style, types, who may import whom.
+# The rules that are not tests: style, types, who may import whom, each core module covered by its
+# own test file.
 check: $(VENV)/.test
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.own_coverage
 
 # The whole exactness matrix on the two real models; most of an hour on two cores.
 full-matrix: $(VENV)/.test

@@ -56,6 +56,13 @@ def prose(page: Path) -> str:
     return _FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
+def section(page: Path, heading: str) -> str:
+    """The prose under a second-level heading, up to the next one."""
+    _, _, rest = prose(page).partition(f"\n## {heading}\n")
+    assert rest, f"{page.name} has no section {heading}"
+    return rest.partition("\n## ")[0]
+
+
 def links(page: Path) -> list[str]:
     """The targets of a page's links that are no URL."""
     targets = [match["target"] for match in _LINK.finditer(prose(page))]

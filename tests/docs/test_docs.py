@@ -7,16 +7,22 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+import headrace
 from headrace.ids import AttemptId, SlotIndex
+from headrace.protocol.commands import Command
 from headrace.protocol.handoff import Handoff, HandoffEvent, HandoffState
 from headrace.protocol.slots import Slot
 from headrace.protocol.source import SourceState
 from headrace.testing import diagrams
+from headrace.testing.conformance_decoder import DecoderConformance
+from headrace.testing.conformance_engine import PrefillEngineConformance
 from tests.docs.reading import (
     DOCS,
+    PACKAGE,
     PAGES,
     ROOT,
     anchors,
@@ -24,11 +30,14 @@ from tests.docs.reading import (
     code_spans,
     links,
     prose,
+    section,
     unresolved,
 )
 
 LIFECYCLE = ROOT / "docs" / "lifecycle.md"
 GLOSSARY = ROOT / "docs" / "glossary.md"
+ADOPT = ROOT / "docs" / "adopt.md"
+BACKENDS = ROOT / "docs" / "add-a-backend.md"
 RUN_SECONDS = 60
 
 BLOCKED = ("torch", "numpy", "transformers")
@@ -53,6 +62,26 @@ by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 by_doc = pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 
 
+def run_page(page: Path, directory: Path, *arguments: str) -> str:
+    """Write the files of a page into `directory`, then run Python there; what it printed."""
+    for block in blocks(page):
+        if block.file is not None:
+            (directory / block.file).write_text(block.code, encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(directory)])}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        cwd=directory,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=RUN_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name
 )
@@ -61,23 +90,18 @@ def test_code_of_a_page_runs_as_written(page: Path, tmp_path: Path) -> None:
     if page.name in MSGSPEC_ALONE:
         script.append(f"sys.modules.update(dict.fromkeys({BLOCKED}))")
     for block in blocks(page):
-        if block.file is not None:
-            (tmp_path / block.file).write_text(block.code, encoding="utf-8")
-        else:
+        if block.file is None:
             code = "\n" * block.line + block.code  # so that a traceback tells the page's line
             script.append(f"exec(compile({code!r}, {str(page)!r}, 'exec'))")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join(script)],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=RUN_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    run_page(page, tmp_path, "-c", "\n".join(script))
+
+
+def test_worked_backends_conform(tmp_path: Path) -> None:
+    """The page's own subclasses run every check of both suites."""
+    said = run_page(BACKENDS, tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    suites = (PrefillEngineConformance, DecoderConformance)
+    checks = sum(name.startswith("test_") for suite in suites for name in vars(suite))
+    assert f"{checks} passed" in said
 
 
 @by_page
@@ -137,6 +161,21 @@ def test_glossary_has_every_word_once_with_what_carries_it() -> None:
     for term in TERMS.split(";"):
         assert words.count(term.strip()) == 1, term
         assert re.search(r"`[\w/]+\.py:\w", where[term.strip()]), term
+
+
+def test_lifecycle_names_every_command_and_every_reason_to_drop() -> None:
+    spans = set(code_spans(LIFECYCLE))
+    assert {command.__name__ for command in get_args(Command)} <= spans
+    sources = [file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py")]
+    reasons = {name for text in sources for name in re.findall(r'dropped\["(\w+)"\]', text)}
+    assert "stale" in reasons
+    assert reasons <= spans
+
+
+def test_adopt_lists_the_public_names_and_no_others() -> None:
+    table = section(ADOPT, "What is stable").split("Not stable")[0]
+    listed = re.findall(r"`headrace\.(\w+)`", table)
+    assert sorted(listed) == sorted({*headrace.__all__, "__all__"} - {"__version__"})
 
 
 def test_diagrams_are_those_of_the_tables(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,7 @@ class NullDecoder:
         self._kv_offset = layout.kv_offset
         self._lanes = [HostMemory(layout.nbytes - layout.kv_offset) for _ in range(lanes)]
         self._held: dict[int, Reservation | Entry] = {}
+        self._layouts: dict[int, Layout] = {}  # what a lane's bytes were imported as
         self._next_serial = 0
 
     def manifest(self) -> Manifest:
@@ -76,6 +77,7 @@ class NullDecoder:
     ) -> Fence:
         self._check(reservation)
         address = self._lanes[reservation.lane].address
+        self._layouts[reservation.lane] = slot.layout
         for copy in copies:
             region = copy.source
             target = address + self._lane_offset(reservation, region)
@@ -84,6 +86,9 @@ class NullDecoder:
 
     def read(self, held: Reservation | Entry, layout: Layout, copy: Copy) -> bytes | memoryview:
         self._check(held)
+        kept = self._layouts.get(held.lane, layout)
+        if layout != kept:
+            raise LocalProtocolError(f"lane {held.lane} holds {kept}, and {layout} was asked for")
         plan = self._plan(held.num_tokens, layout)
         offset, rows, nbytes, stride = plan.region(copy.layer, copy.part, copy.start, copy.stop)
         view = self._lanes[held.lane].view[offset - self._kv_offset :]
@@ -100,6 +105,7 @@ class NullDecoder:
     def free(self, held: Reservation | Entry) -> None:
         self._check(held)
         del self._held[held.lane]
+        self._layouts.pop(held.lane, None)
 
     def decode_step(self, active: Sequence[tuple[Entry, int]]) -> list[memoryview]:
         raise LocalProtocolError("a null decoder decodes nothing; ask for no more than one token")

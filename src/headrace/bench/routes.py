@@ -13,11 +13,15 @@ from typing import Any
 
 from headrace.backends.load import open_decoder
 from headrace.bench.rows import busy_share
+from headrace.engine.text import max_positions_of
 from headrace.errors import HeadraceError
 from headrace.messages import Route
 from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.worker import SourceHandle
+
+NEIGHBOUR_PROMPT = 32
+NEIGHBOUR_TOKENS = 4096  # more than it can decode while the other is prefilled
 
 
 class RouteFailed(HeadraceError):
@@ -34,7 +38,7 @@ def run(
     routes: tuple[Route, Route] = ("whole", "streamed"),
 ) -> Iterator[dict[str, Any]]:
     """Two rows per repeat and order, each with the route's figures in ns and bytes."""
-    context = len(tokens) + 4096 if busy else len(tokens) + 64
+    context = min(len(tokens) + (NEIGHBOUR_TOKENS if busy else 64), max_positions_of(model))
     options = {"model": str(model), "dtype": "float32", "threads": 1}
     handle = SourceHandle("torch", options)
     handle.start()
@@ -49,7 +53,8 @@ def run(
                 for order, route in enumerate((a, b, b, a)):
                     neighbour = None
                     if busy:
-                        neighbour = owner.submit(tokens[:32], RequestOptions(max_tokens=4000))
+                        endless = RequestOptions(max_tokens=context - NEIGHBOUR_PROMPT)
+                        neighbour = owner.submit(tokens[:NEIGHBOUR_PROMPT], endless)
                         while len(neighbour.tokens) < 2:
                             owner.turn(1.0)
                     row = _one(owner, tokens, route, group_layers)

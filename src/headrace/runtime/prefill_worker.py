@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -140,6 +141,9 @@ class SubprocessPrefillWorker:
             return
         self._closed = True
         if self._thread.is_alive():
+            if not self._ready.done():
+                with suppress(Closed):  # not even spawned: then the thread sees `_closed`
+                    self._handle.kill()  # still loading: it hears nothing before it is done
             self._put(None)
             self._thread.join()
         os.close(self._wake)
@@ -170,6 +174,8 @@ class SubprocessPrefillWorker:
         owner = None
         try:
             self._handle.start()
+            if self._closed:
+                raise Closed("the worker was closed")
             manifest = self._handle.manifest
             lanes = self._handle.num_slots
             decoder = NullDecoder(decoder_like(manifest), context=self._context, lanes=lanes)
