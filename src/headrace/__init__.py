@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from headrace.errors import (
         BackendUnavailable,
         Cancelled,
+        Closed,
         DeviceError,
         HeadraceError,
         LocalProtocolError,
@@ -57,6 +58,7 @@ _HOMES = {
     "BackendUnavailable": "headrace.errors",
     "Cancelled": "headrace.errors",
     "Caps": "headrace.backends.base",
+    "Closed": "headrace.errors",
     "Cells": "headrace.backends.base",
     "Copy": "headrace.plan",
     "Decoder": "headrace.backends.base",
@@ -102,6 +104,7 @@ __all__ = [
     "Cancelled",
     "Caps",
     "Cells",
+    "Closed",
     "Copy",
     "Decoder",
     "DecoderOwner",

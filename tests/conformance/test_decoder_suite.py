@@ -46,8 +46,9 @@ class Hashing(NullDecoder):
         return entry
 
     def seed_of(self, entry: Entry) -> int:
-        plan = self._plan(entry.num_tokens, "head_major")
-        cells = (self.read(entry, "head_major", copy) for copy in plan.copies(plan.whole()))
+        layout = self._layouts[entry.lane]
+        plan = self._plan(entry.num_tokens, layout)
+        cells = (self.read(entry, layout, copy) for copy in plan.copies(plan.whole()))
         return zlib.crc32(b"".join(cells))
 
     def _row(self, entry: Entry, token: int) -> memoryview:

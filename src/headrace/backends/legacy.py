@@ -6,6 +6,7 @@ be asked of it (its manifest emits nothing in parts).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -52,11 +53,12 @@ class LegacyEngine:
         if start:
             raise LocalProtocolError(f"a legacy engine cannot start at position {start}")
         result = self._engine.prefill(tokens)
+        ready_ns = time.monotonic_ns()
         with sink.write(sink.plan.whole()) as writer:
             for layer in range(len(sink.plan.layers)):
                 for cells in writer.cells(layer):
                     self._copy(result.parts[layer][cells.part], cells, len(tokens))
-        sink.final(result.logits, token=result.token)
+        sink.final(result.logits, token=result.token, ready_ns=ready_ns)
 
     def close(self) -> None:
         self._engine.close()

@@ -158,7 +158,7 @@ def _check(options: RunOptions) -> None:
 
 def _codec(options: RunOptions) -> tuple[TextCodec, Path | None]:
     if options.model is None:
-        if options.source != "replay":
+        if options.source == "torch" or options.decoder == "cpu":
             raise Refused("give --model; `headrace models list` shows what is built in")
         return ByteText(), None
     from headrace.engine.models import resolve
@@ -186,7 +186,7 @@ def _config(options: RunOptions, directory: Path | None, num_tokens: int) -> Own
     model: dict[str, Any] = {}
     if directory is not None:
         model = {"model": str(directory), "dtype": options.dtype, "threads": options.threads}
-    source: dict[str, Any] = dict(model) if options.source == "torch" else {"vocab_size": 256}
+    source: dict[str, Any] = {"vocab_size": 256} if options.source == "replay" else dict(model)
     return OwnerConfig(
         decoder=options.decoder,
         decoder_options={

@@ -129,12 +129,14 @@ class Owner(Books):
         self._fail_stranded(reason, now_ns)
         self._admit(now_ns)
 
-    def cancel(self, request: RequestId, now_ns: int) -> bool:
+    def cancel(
+        self, request: RequestId, now_ns: int, reason: str = "cancelled by the caller"
+    ) -> bool:
         """The caller wants no more; False if the hand-off was decided before."""
         entry = self._requests.get(request)
         if entry is None or entry.handoff.state in DECIDED:
             return False
-        self._end(entry.handoff, Outcome.CANCELLED, "cancelled by the caller", now_ns)
+        self._end(entry.handoff, Outcome.CANCELLED, reason, now_ns)
         self._admit(now_ns)
         return True
 

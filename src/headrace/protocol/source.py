@@ -217,10 +217,12 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
 
 def expected_spans(prefill: Prefill, plan: Plan) -> int:
     """How many spans an engine announces that cuts as it was asked to, at most."""
+    if prefill.route == "whole":
+        return 1
     computed = min(prefill.prefill_chunk or plan.num_tokens, plan.num_tokens)
     moved = prefill.chunk or computed
     num_whole, rest = divmod(plan.num_tokens, computed)
     num_chunks = num_whole * -(-computed // moved) + -(-rest // moved)
-    if prefill.route != "streamed":
+    if prefill.route == "chunked":
         return num_chunks
     return num_chunks * sum(map(len, plan.layer_groups(prefill.group_layers, prefill.emission)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from headrace.backends.base import Decoder, Entry, Reservation
@@ -28,6 +28,7 @@ class Active:
         self.held: Reservation | Entry | None = None
         self.plan: Plan | None = None
         self.broken = False  # its storage could not be had; what else was commanded is moot
+        self.callback_error = ""  # what a caller's callback raised
         self._prompt = array("I", tokens)
         self._sampler: Sampler | None = None
         self._logits = hashlib.blake2b(digest_size=16)
@@ -94,7 +95,7 @@ class Active:
         if request.options.trace:
             request.owner_intervals.append(Interval(str(piece), begun_ns, ended_ns, nbytes))
         if request.on_progress is not None:
-            request.on_progress(piece, self._nbytes_imported, self.the_plan.nbytes)
+            self._call(request.on_progress, piece, self._nbytes_imported, self.the_plan.nbytes)
 
     def decoded_meanwhile(self, duration_ns: int) -> None:
         """The owner decoded for others; counts while this request waits to be published."""
@@ -123,10 +124,17 @@ class Active:
             self._first_token_ns = time.monotonic_ns()
         request.tokens.append(token)
         if request.on_token is not None:
-            request.on_token(token)
+            self._call(request.on_token, token)
         return token in request.options.stop_tokens or (
             len(request.tokens) >= request.options.max_tokens
         )
+
+    def _call(self, callback: Callable[..., None], *arguments: object) -> None:
+        """A callback that raises ends its own request, and nothing of the owner's turn."""
+        try:
+            callback(*arguments)
+        except Exception as exc:
+            self.callback_error = f"its callback raised {type(exc).__name__}: {exc}"
 
     def audit(self, decoder: Decoder) -> None:
         """Digest the published cells, layer by layer; call it before the first decode step."""

@@ -34,6 +34,7 @@ from headrace.messages import (
 )
 from headrace.plan import Plan, compile_plan
 from headrace.protocol.books import AttemptMessage, Limits
+from headrace.protocol.handoff import HandoffState
 from headrace.protocol.owner import Owner
 from headrace.protocol.source import MOST_SPANS, expected_spans
 from headrace.runtime.active import Active
@@ -70,8 +71,12 @@ class DecoderOwner(Shell):
         chunk_nbytes: int = 8 << 20,
         progress_timeout_s: float = 600.0,
         drain_timeout_s: float = 30.0,
+        budget_nbytes: int | None = None,
     ) -> None:
         """`context`: the longest prompt plus its tokens, in positions, that a lane holds.
+
+        `budget_nbytes`: imported in one turn at most; by default 64 MiB, and 8 MiB between two
+        decode steps. A caller that decodes by itself sets what its own steps can spare.
 
         Raises:
             Refused: the decoder has no ordered, fenceable copy.
@@ -90,6 +95,8 @@ class DecoderOwner(Shell):
         )
         super().__init__(Owner(next(_epochs), limits), decoder)
         self._selector = selectors.DefaultSelector()
+        self._closed = False
+        self._budget_nbytes = budget_nbytes
 
     # What a caller does.
 
@@ -137,6 +144,7 @@ class DecoderOwner(Shell):
         Raises:
             Refused: it can never be served as asked; the text says what to change.
         """
+        self._check_open()
         options = options or RequestOptions()
         prompt = _prompt(tokens)
         self._check(prompt, options)
@@ -153,18 +161,18 @@ class DecoderOwner(Shell):
 
     def cancel(self, request: Request) -> None:
         """The caller wants no more of it, wherever it is; a request that is done stays as it is."""
+        self._check_open()
         if request.done:
             return
-        now_ns = time.monotonic_ns()
-        if not self._machine.cancel(request.request, now_ns):
+        decided = not self._machine.cancel(request.request, time.monotonic_ns())
+        if decided and self._machine.state_of(request.request) is HandoffState.PUBLISHED:
             active = self._active[AttemptId(*request.request, 1)]
-            if active in self._decoding:
-                self._decoding.remove(active)
-                self._finish(active, "cancelled", "cancelled by the caller")
+            self._finish(active, "cancelled", "cancelled by the caller")
         self._run_commands()
 
     def release(self, request: Request) -> None:
         """Give back the entry of a finished request that asked to hold it."""
+        self._check_open()
         if request.entry is None:
             raise LocalProtocolError(f"request {request.request} holds no entry")
         request.entry = None
@@ -173,6 +181,7 @@ class DecoderOwner(Shell):
 
     def turn(self, timeout_s: float = 0.0) -> None:
         """One owner turn; waits at most `timeout_s` if there is nothing to do."""
+        self._check_open()
         for key, _ in self._selector.select(self._wait_s(timeout_s)):
             key.data()
         now_ns = time.monotonic_ns()
@@ -182,6 +191,7 @@ class DecoderOwner(Shell):
         self._run_commands()
         self._poll_fences()
         budget = SHARED_BUDGET_NBYTES if self._decoding else IDLE_BUDGET_NBYTES
+        budget = self._budget_nbytes or budget
         if len(self._flights) < MAX_FLIGHTS and self._machine.begin_imports(budget):
             self._run_commands()
         if self._decoding:
@@ -219,6 +229,8 @@ class DecoderOwner(Shell):
         if request.entry is None:
             raise LocalProtocolError(f"request {request.request} holds no entry")
         plan = self.plan_of(request)
+        if not (0 <= layer < len(plan.layers) and 0 <= part < len(plan.layers[layer].parts)):
+            raise LocalProtocolError(f"there is no part {part} of a layer {layer}")
         copies = plan.copies(Span(layer, layer + 1, 0, plan.num_tokens))
         wanted = [copy for copy in copies if copy.part == part]
         return b"".join(self._decoder.read(request.entry, plan.layout, copy) for copy in wanted)
@@ -253,13 +265,22 @@ class DecoderOwner(Shell):
         self._machine.check_integrity()
 
     def close(self) -> None:
-        """End all requests, then the sources, then the decoder."""
-        for active in list(self._active.values()):
-            self.cancel(active.request)
-        for handle in self._handles.values():
-            handle.close()
-        self._selector.close()
-        self._decoder.close()
+        """End all requests, then the sources, then the decoder. Idempotent."""
+        if self._closed:
+            return
+        try:
+            for active in list(self._active.values()):
+                self.cancel(active.request)
+        finally:
+            self._closed = True
+            for handle in self._handles.values():
+                handle.close()
+            self._selector.close()
+            self._decoder.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("this owner was closed")
 
     # What comes in.
 
@@ -342,9 +363,7 @@ class DecoderOwner(Shell):
                 field="max_tokens",
             )
         if options.max_tokens > 0 and not options.hold:
-            from headrace.engine.sampling import check_sampling  # as where tokens are chosen
-
-            check_sampling(options.sampling)
+            _check_sampling(options)
         reach = len(tokens) + (0 if options.hold else max(options.max_tokens - 1, 0))
         if reach > self.context:
             raise Refused(
@@ -366,6 +385,17 @@ class DecoderOwner(Shell):
     def _wait_s(self, timeout_s: float) -> float:
         due_s = self.next_turn_s()
         return timeout_s if due_s is None else min(timeout_s, due_s)
+
+
+def _check_sampling(options: RequestOptions) -> None:
+    try:
+        from headrace.engine.sampling import check_sampling
+    except ImportError as exc:
+        raise Refused(
+            f"choosing tokens needs numpy ({exc}); install headrace[cpu], or ask for max_tokens=0",
+            field="max_tokens",
+        ) from exc
+    check_sampling(options.sampling)
 
 
 def _prompt(tokens: Sequence[int]) -> array[int]:

@@ -83,6 +83,8 @@ class SubprocessPrefillWorker:
         interpreter: str | None = None,
         num_slots: int = 2,
         start_timeout_s: float = 300.0,
+        log_level: str = "WARNING",
+        env: Mapping[str, str] | None = None,
     ) -> None:
         """`engine`: torch, replay or module:factory; `context`: the longest prompt in tokens."""
         self._handle = SourceHandle(
@@ -91,6 +93,8 @@ class SubprocessPrefillWorker:
             interpreter=interpreter,
             num_slots=num_slots,
             start_timeout_s=start_timeout_s,
+            log_level=log_level,
+            env=env,
         )
         self._context = context
         self._calls: SimpleQueue[_Call | Future[PrefillResult] | None] = SimpleQueue()

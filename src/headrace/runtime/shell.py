@@ -3,6 +3,9 @@
 It decides nothing that the machine decides: each command is done at once and in order, and what
 comes of it is told back to the machine. A reservation that could not be had is told only when the
 batch is done, since what was commanded beside it (a slot's grant) must be carried out too.
+
+A decoder is another's code: whatever it raises is a fault of its device, and what it touched is not
+known to be quiet.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from headrace.backends.base import Decoder, Fence, SlotView
-from headrace.errors import DeviceError, LocalProtocolError, PeerDied, WouldBlock
+from headrace.errors import PeerDied, WouldBlock
 from headrace.ids import AttemptId, ImportId, SourceId, Span
 from headrace.messages import Cancel, Prefill
 from headrace.plan import Plan
@@ -38,8 +41,6 @@ from headrace.runtime.active import Active
 from headrace.runtime.digest import crc32
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.worker import SourceHandle
-
-DECODER_FAULTS = (DeviceError, LocalProtocolError)  # of the device, or of the code that drives it
 
 _log = logging.getLogger("headrace.owner")
 
@@ -66,15 +67,22 @@ class Shell:
         self._flights: dict[ImportId, _Flight] = {}
         self._decoding: deque[Active] = deque()
         self._failures: list[Callable[[], None]] = []
+        self._carrying_out = False
 
     def _run_commands(self) -> None:
-        commands = deque(self._machine.commands())
-        while commands or self._failures:
-            while commands:
-                self._run(commands.popleft())
-            while self._failures:  # only now: what was commanded before must be carried out first
-                self._failures.pop(0)()
-            commands.extend(self._machine.commands())
+        if self._carrying_out:  # a callback called us: what it caused comes after what runs now
+            return
+        self._carrying_out = True
+        try:
+            commands = deque(self._machine.commands())
+            while commands or self._failures:
+                while commands:
+                    self._run(commands.popleft())
+                while self._failures:  # only now: see above
+                    self._failures.pop(0)()
+                commands.extend(self._machine.commands())
+        finally:
+            self._carrying_out = False
 
     def _run(self, command: Command) -> None:
         match command:
@@ -108,7 +116,7 @@ class Shell:
             active.held = self._decoder.reserve(command.num_tokens)
         except WouldBlock as exc:
             self._fail_later(self._machine.reserve_refused, command.attempt, exc)
-        except DECODER_FAULTS as exc:
+        except Exception as exc:
             self._fail_later(self._machine.device_failed, command.attempt, exc)
 
     def _fail_later(
@@ -118,12 +126,12 @@ class Shell:
         self._failures.append(lambda: fail(attempt, _reason(exc), time.monotonic_ns()))
 
     def _free(self, command: Free) -> None:
-        active = self._active.pop(command.attempt)
-        if active.held is None:
+        active = self._active.pop(command.attempt, None)
+        if active is None or active.held is None:
             return
         try:
             self._decoder.free(active.held)
-        except DECODER_FAULTS as exc:
+        except Exception as exc:
             _log.error("%s was not freed and is out of service: %s", active.held, _reason(exc))
             self._machine.lane_lost(time.monotonic_ns())
 
@@ -154,7 +162,7 @@ class Shell:
         begun_ns = time.monotonic_ns()
         try:
             fence = self._decoder.begin_import(active.reservation, slot, copies)
-        except DECODER_FAULTS as exc:
+        except Exception as exc:
             self._machine.import_failed(command.import_id, _reason(exc), time.monotonic_ns())
             return
         flight = _Flight(active, fence, command.piece, begun_ns, nbytes)
@@ -172,12 +180,15 @@ class Shell:
         try:
             if not flight.fence.done():
                 return False
-        except DECODER_FAULTS as exc:
+        except Exception as exc:
             self._machine.import_failed(import_id, _reason(exc), time.monotonic_ns())
             return True
         now_ns = time.monotonic_ns()
-        flight.active.imported(flight.piece, flight.begun_ns, now_ns, flight.nbytes)
+        active = flight.active
+        active.imported(flight.piece, flight.begun_ns, now_ns, flight.nbytes)
         self._machine.import_done(import_id, now_ns)
+        if active.callback_error:
+            self._machine.cancel(active.request.request, now_ns, active.callback_error)
         return True
 
     def _check_digest(self, command: CheckDigest) -> None:
@@ -188,7 +199,7 @@ class Shell:
                 self._decoder.read(active.reservation, plan.layout, copy)
                 for copy in plan.copies(command.span)
             )
-        except DECODER_FAULTS as exc:
+        except Exception as exc:
             self._machine.import_failed(command.import_id, _reason(exc), time.monotonic_ns())
             return
         self._machine.digest_checked(command.import_id, actual, time.monotonic_ns())
@@ -204,7 +215,7 @@ class Shell:
             logits = memoryview(bytes(slot[layout.logits_offset :][: layout.logits_nbytes]))
         try:
             entry = self._decoder.publish(active.reservation)
-        except DECODER_FAULTS as exc:
+        except Exception as exc:
             self._machine.device_failed(command.attempt, _reason(exc), time.monotonic_ns())
             return
         active.published(entry)
@@ -220,18 +231,24 @@ class Shell:
             active.end("finished", "")
             return
         last = request.options.max_tokens == 0
-        try:
-            if not last:
-                last = active.take(active.choose(logits) if token is None else token)
-            if request.options.audit:
+        if not last:
+            try:
+                chosen = active.choose(logits) if token is None else token
+            except Exception as exc:  # a row of logits that holds no choice
+                self._finish(active, "failed", _reason(exc))
+                return
+            last = active.take(chosen)
+        if request.options.audit:
+            try:
                 active.audit(self._decoder)
-        except DECODER_FAULTS as exc:  # a row of logits without a choice, or cells not to be read
-            self._finish(active, "failed", _reason(exc))
-            return
-        if last:
-            self._finish(active, "finished", "")
-        else:
-            self._decoding.append(active)
+            except Exception as exc:
+                self._finish(active, "failed", _reason(exc), quarantine=True)
+                return
+        if not self._ended_by_callback(active):
+            if last:
+                self._finish(active, "finished", "")
+            else:
+                self._decoding.append(active)
 
     def _decode(self) -> None:
         """One step of the entry whose turn it is; the others' order stays."""
@@ -241,22 +258,28 @@ class Shell:
         try:
             (logits,) = self._decoder.decode_step([(active.entry, active.request.tokens[-1])])
             stepped = True
-            last = active.take(active.choose(logits))
-        except DECODER_FAULTS as exc:
-            self._decoding.popleft()
-            unsafe = isinstance(exc, DeviceError) and not stepped
-            self._finish(active, "failed", _reason(exc), quarantine=unsafe)
+            token = active.choose(logits)
+        except Exception as exc:
+            self._finish(active, "failed", _reason(exc), quarantine=not stepped)
             return
         self._decoding.rotate(-1)
         for other in self._active.values():
             other.decoded_meanwhile(time.monotonic_ns() - begun_ns)
-        if last:
-            self._decoding.remove(active)
+        last = active.take(token)
+        if not self._ended_by_callback(active) and last:
             self._finish(active, "finished", "")
+
+    def _ended_by_callback(self, active: Active) -> bool:
+        """Whether a callback cancelled or broke its request, which is then over."""
+        if active.callback_error and not active.request.done:
+            self._finish(active, "failed", active.callback_error)
+        return active.request.done
 
     def _finish(
         self, active: Active, outcome: str, reason: str, *, quarantine: bool = False
     ) -> None:
+        if active in self._decoding:
+            self._decoding.remove(active)
         active.end(outcome, reason)
         why = reason if quarantine else ""
         self._machine.retire(active.request.request, time.monotonic_ns(), why)
