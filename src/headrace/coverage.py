@@ -45,19 +45,14 @@ class Coverage:
             RemoteProtocolError: a span is empty, reaches outside the model or the prompt, or holds
             a cell twice.
         """
-        staged: dict[int, Intervals] = {}
-        for span in spans:
-            self._check(span)
-            for layer in range(span.layer_start, span.layer_stop):
-                lo, hi = self._windows[layer]
-                start, stop = max(lo, span.start), min(hi, span.stop)
-                if start < stop:
-                    have = staged.get(layer, self._have[layer])
-                    staged[layer] = _insert(have, start, stop, layer)
-        for layer, intervals in staged.items():
+        for layer, intervals in self._stage(spans).items():
             self._have[layer] = intervals
             if intervals[0] == self._windows[layer]:
                 self._open.discard(layer)
+
+    def check(self, spans: Iterable[Span]) -> None:
+        """Raise what `add` would, and accept nothing."""
+        self._stage(spans)
 
     def first_missing(self) -> Span | None:
         """The first run of cells still missing, lowest layer first; None when complete."""
@@ -73,6 +68,18 @@ class Coverage:
                 start = reached
                 stop = later[0][0] if later else stop
         return Span(layer, layer + 1, start, stop)
+
+    def _stage(self, spans: Iterable[Span]) -> dict[int, Intervals]:
+        staged: dict[int, Intervals] = {}
+        for span in spans:
+            self._check(span)
+            for layer in range(span.layer_start, span.layer_stop):
+                lo, hi = self._windows[layer]
+                start, stop = max(lo, span.start), min(hi, span.stop)
+                if start < stop:
+                    have = staged.get(layer, self._have[layer])
+                    staged[layer] = _insert(have, start, stop, layer)
+        return staged
 
     def _check(self, span: Span) -> None:
         if not 0 <= span.layer_start < span.layer_stop <= len(self._windows):

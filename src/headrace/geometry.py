@@ -105,7 +105,8 @@ class Layer(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 class Manifest(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The immutable facts of one side, published at the handshake.
 
-    model: fingerprint of the weights and config, independent of the dtype they are loaded in.
+    model: fingerprint of the config and of samples of every weight, independent of the dtype they
+    are loaded in.
     layouts, emits, digests: what a source can do, or a decoder accepts. A source writes in
     `layouts[0]`; one without `emits` gives whole results only.
     first: whether the source ends with a row of logits or can give a token id only.

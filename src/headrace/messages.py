@@ -108,6 +108,14 @@ class Progress(_Message, frozen=True, tag="progress"):
     ready_ns: Count
 
 
+class Computing(_Message, frozen=True, tag="computing"):
+    """The engine is at work and has nothing to tell yet; holds the progress deadline off."""
+
+    attempt: AttemptId
+    slot: Count
+    generation: Count
+
+
 class SourceFinal(_Message, frozen=True, tag="final"):
     """The source-final input is there: the logits row in the slot, or a token id.
 
@@ -149,7 +157,9 @@ class Incompatible(_Message, frozen=True, tag="incompatible"):
 
 
 ToSource: TypeAlias = Hello | Prefill | Cancel | Shutdown
-FromSource: TypeAlias = Ready | Attached | Progress | SourceFinal | Failed | Released | Incompatible
+FromSource: TypeAlias = (
+    Ready | Attached | Computing | Progress | SourceFinal | Failed | Released | Incompatible
+)
 
 
 # Router to owner.

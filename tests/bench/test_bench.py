@@ -10,6 +10,7 @@ import pytest
 from headrace.bench import control, routes, slab
 from headrace.bench.rows import percentile, spread, write_rows
 from headrace.cli import run_command
+from headrace.errors import Refused
 from tests.e2e.families import directory_of, make_prompt
 
 
@@ -69,3 +70,40 @@ def test_the_command_line_prints_and_writes(
     assert "1-copy" in capsys.readouterr().out
     missing = ["--model", str(directory_of("llama")), "--prompt-file", "/nowhere.txt"]
     assert run_command(["bench", "routes", *missing]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["control", "--requests", "0"], "--requests is 0"),
+        (["control", "--round-trips", "-1"], "--round-trips is -1"),
+        (["control", "--out", "/tmp"], "/tmp is a directory"),
+        (["slab", "--repeats", "0"], "--repeats is 0"),
+        (["slab", "--sizes-mb", "0"], "--sizes-mb is 0"),
+        (["slab", "--sizes-mb", "1", "--sizes-mb", "-5"], "--sizes-mb is -5"),
+        (["slab", "--empty-sizes-mb"], "--sizes-mb is empty"),
+        (["slab", "--out", "/dev/null/rows.jsonl"], "is not a directory"),
+        (["routes", "--model", "m", "--prompt-file", "p", "--repeats", "0"], "--repeats is 0"),
+        (["routes", "--model", "m", "--prompt-file", "p", "--max-prompt", "0"], "--max-prompt is"),
+        (["routes", "--model", "m", "--prompt-file", "p", "--group-layers", "0"], "--group-layers"),
+        (["routes", "--model", "m", "--prompt-file", "/tmp"], "cannot be read"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_measured(
+    arguments: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (control, routes, slab):
+        monkeypatch.setattr(module, "run", None)
+    assert run_command(["bench", *arguments]) == 2
+    complaint = capsys.readouterr().err
+    assert sentence in complaint
+    assert complaint.count("\n") == 1
+
+
+def test_a_model_too_short_for_a_neighbour_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "max_positions_of", lambda _: routes.NEIGHBOUR_PROMPT + 1)
+    with pytest.raises(Refused, match="leave --busy out"):
+        next(routes.run(directory_of("llama"), make_prompt(8), 1, busy=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import pytest
 from msgspec.structs import replace
@@ -47,6 +48,9 @@ class Sink:
         self.plan = sink.plan
         self.options = sink.options
         self.inner = sink
+
+    def check(self) -> None:
+        self.inner.check()
 
     def write(self, *spans: Span) -> Writer:
         return Writer(self, spans)
@@ -185,6 +189,34 @@ class _Rerouted(Sink):
         self.options = replace(sink.options, route=self.route)
 
 
+class _NeverChecks(Sink):
+    def check(self) -> None:
+        pass
+
+
+class _ChecksOnce(Sink):
+    """When the prefill begins, and not in each layer."""
+
+    def __init__(self, sink: PrefillSink) -> None:
+        super().__init__(sink)
+        sink.check()
+
+    def check(self) -> None:
+        pass
+
+
+class _ChecksLate(Sink):
+    """Often enough in all, and too late: nothing is heard while layers are computed."""
+
+    def check(self) -> None:
+        pass
+
+    def commit(self, writer: Writer) -> None:
+        writer.inner.commit()
+        for _ in self.plan.layers:
+            self.inner.check()
+
+
 class _Unchunked(_Rerouted):
     def __init__(self, sink: PrefillSink) -> None:
         super().__init__(sink)
@@ -203,6 +235,17 @@ def _swallows(engine: Broken, tokens: Tokens, sink: PrefillSink, start: int) -> 
         engine.good.prefill_stream(tokens, sink, start)
     except Cancelled:
         return
+
+
+def _goes_on(engine: Broken, tokens: Tokens, sink: PrefillSink, start: int) -> None:
+    """Hears the cancel and computes on until its final; only then says so."""
+
+    class Deaf(Sink):
+        def check(self) -> None:
+            with suppress(Cancelled):
+                self.inner.check()
+
+    engine.good.prefill_stream(tokens, Deaf(sink), start)
 
 
 def _remembers(engine: Broken, tokens: Tokens, sink: PrefillSink, start: int) -> None:
@@ -244,6 +287,13 @@ FAULTS: dict[str, tuple[Prefill, str]] = {
     "does not stream": (through(_Rerouted), "test_it_streams_by_layer_group"),
     "does not cut": (through(_Unchunked), "test_it_keeps_to_the_transfer_chunk"),
     "swallows a cancel": (_swallows, "test_it_stops_when_it_is_withdrawn"),
+    "goes on after a cancel": (_goes_on, "test_it_says_in_each_layer_that_it_is_at_work"),
+    "never says that it is at work": (
+        through(_NeverChecks),
+        "test_it_says_in_each_layer_that_it_is_at_work",
+    ),
+    "says it once": (through(_ChecksOnce), "test_it_says_in_each_layer_that_it_is_at_work"),
+    "says it late": (through(_ChecksLate), "test_it_says_in_each_layer_that_it_is_at_work"),
     "remembers": (_remembers, "test_a_prompt_leaves_nothing_for_the_next"),
     "ignores the prompt": (_ignores_the_prompt, "test_another_prompt_gives_other_cells"),
     "ignores start": (_ignores_start, "test_it_can_start_late"),

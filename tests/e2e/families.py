@@ -228,6 +228,9 @@ class FakeSink:
         self.coverage = Coverage(self.plan.windows, self.plan.num_tokens)
         self.num_writes = 0
 
+    def check(self) -> None:
+        pass
+
     def write(self, *spans: Span) -> FakeWriter:
         if self.num_writes == self.cancel_at_write:
             raise Cancelled("cancelled by the test")

@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
 
 from headrace.cli import run_command
+from headrace.process import ChildProcess
+from headrace.runtime.router import OwnerClient
 from tests.e2e.families import VOCAB, directory_of
 
 REPLAY = ["run", "--source", "replay", "--decoder", "null"]
@@ -102,6 +104,26 @@ def test_a_stop_string_ends_the_text_before_it(model: Path) -> None:
     stopped = run(model, *asked, "--stop", text[4])
     assert stopped["text"] == text[: text.index(text[4])]
     assert len(stopped["tokens"]) < 12
+    assert (stopped["outcome"], stopped["finish_reason"]) == ("finished", "stop")
+
+
+def test_sampled_routes_are_compared_to_the_end(
+    model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--route", "compare", "--temperature", "0.9", "--max-tokens", "12", "--ignore-eos"]
+    stops = [word for letter in "etaoinETAOIN" for word in ("--stop", letter)]
+    begin = ["run", "--model", str(model), "--prompt", PROMPT, "--json"]
+    assert run_command([*begin, *asked, *stops]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["identical_parts"] == {"tokens": True, "logits": True, "kv": True}
+    assert report["seed"] is not None
+
+
+def test_nothing_need_be_decoded(capfd: pytest.CaptureFixture[str]) -> None:
+    none = ["--prompt", "abc", "--max-tokens", "0", "--json", "--route", "compare"]
+    assert run_command([*REPLAY, *none]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert (report["tokens"], report["ttft_s"], report["identical"]) == ([], None, True)
 
 
 def test_the_first_token_may_be_the_last(model: Path) -> None:
@@ -129,8 +151,9 @@ def test_the_first_token_may_be_the_last(model: Path) -> None:
         (["--prompt", "a", "--max-tokens", "many"], "many"),
         (["--prompt", "a" * 99, "--context", "64"], "--context is 64"),
         (["--prompt", "a", "--max-tokens", "2"], "max_tokens is 2 and this decoder cannot decode"),
-        (["--prompt", "a", "--max-tokens", "0"], "--max-tokens is 0"),
+        (["--prompt", "a", "--max-tokens", "-1"], "--max-tokens is -1"),
         (["--prompt", "a", "--source-python", "/nowhere/python"], "missing or not executable"),
+        (["--prompt", "a", "--source-python", "/bin/true"], "not a Python that has headrace"),
     ],
 )
 def test_a_mistake_gets_one_sentence_and_status_2(
@@ -190,6 +213,34 @@ def test_an_engine_that_fails_ends_with_status_1(capfd: pytest.CaptureFixture[st
     failing = [*ONE, "--source-options", '{"fail_at_layer": 3}']
     assert run_command([*REPLAY, *failing]) == 1
     assert "told to fail at layer 3" in capfd.readouterr().err
+
+
+def test_ctrl_c_while_loading_waits_for_nothing(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graces: list[float] = []
+    close = ChildProcess.close
+
+    def interrupted(self: OwnerClient) -> NoReturn:
+        raise KeyboardInterrupt
+
+    def noted(self: ChildProcess, grace_s: float = 0.0) -> None:
+        graces.append(grace_s)
+        close(self, grace_s)
+
+    monkeypatch.setattr(OwnerClient, "_next", interrupted)
+    monkeypatch.setattr(ChildProcess, "close", noted)
+    assert run_command([*REPLAY, *ONE]) == 130
+    assert graces == [0.0]
+    assert "interrupted" in capfd.readouterr().err
+
+
+def test_a_closed_standard_input_is_no_channel() -> None:
+    command = [sys.executable, "-m", "headrace", *REPLAY, *ONE]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_ctrl_c_cancels_in_good_order() -> None:

@@ -11,13 +11,16 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import msgspec
 
+import headrace.protocol.source
 from headrace.backends.base import PrefillSink
 from headrace.backends.replay import ReplayEngine
 from headrace.backends.replay import open as open_replay
+from headrace.errors import LocalProtocolError
 from headrace.geometry import Manifest
 from headrace.ids import AttemptId, Span
 from headrace.messages import (
@@ -175,6 +178,35 @@ def _raise(rogue: Rogue) -> None:
     raise ValueError("layer 2 went up in smoke")
 
 
+def _rewrites(rogue: Rogue) -> None:
+    """Ask for told cells, swallow the error, and give a final as if nothing were wrong."""
+    with rogue.sink.write(rogue.sink.plan.whole()):
+        pass
+    with suppress(LocalProtocolError):
+        rogue.sink.write(rogue.sink.plan.whole())
+    rogue.sink.final(bytes(rogue.sink.plan.slot.logits_nbytes))
+
+
+def _commits_twice(rogue: Rogue) -> None:
+    """Two writers of the same cells; every error is swallowed, that of the final as well."""
+    writers = [rogue.sink.write(rogue.sink.plan.whole()) for _ in range(2)]
+    for writer in writers:
+        with suppress(LocalProtocolError):
+            writer.commit()
+    with suppress(LocalProtocolError):
+        rogue.sink.final(bytes(rogue.sink.plan.slot.logits_nbytes))
+
+
+def _flood(rogue: Rogue) -> None:
+    """Tell the owner old news as fast as it reads, until the cancel."""
+    epoch, counter, number = rogue.identity[0]
+    news = encode(rogue.progress((0, 1, 0, 1), attempt=AttemptId(epoch, counter + 100, number)))
+    while True:
+        rogue.sink.check()
+        with suppress(BlockingIOError):
+            rogue.raw(news)
+
+
 def _stray_slot(rogue: Rogue) -> None:
     rogue.send(rogue.progress((0, 1, 0, 40), slot=rogue.prefill.slot + 1))
 
@@ -255,6 +287,9 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "raises": _raise,
     "nan": _nan,
     "late write": _late_write,
+    "writes told cells": _rewrites,
+    "commits twice": _commits_twice,
+    "floods": _flood,
     # Those below do no harm to their attempt.
     "stale": _stale,
     "handshake again": _handshake_again,
@@ -268,6 +303,17 @@ BEHAVIOURS: dict[str, Behaviour] = {
 }
 TOKEN_OF = {name: 1000 + at for at, name in enumerate(BEHAVIOURS)}
 BY_TOKEN = {token: name for name, token in TOKEN_OF.items()}
+
+
+def open_paced(options: Mapping[str, Any]) -> ReplayEngine:
+    """The replay engine, with no gate to wait at."""
+    return open_replay({key: value for key, value in options.items() if key != "gate"})
+
+
+def open_chatty(options: Mapping[str, Any]) -> ReplayEngine:
+    """The same, in a source that says every 50 ms that it is at work."""
+    headrace.protocol.source.HEARTBEAT_NS = 50_000_000
+    return open_paced(options)
 
 
 def open_dying(options: Mapping[str, Any]) -> RogueEngine:

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import Refused
+from headrace.ids import AttemptId
+from headrace.messages import FromSource, Released
+from headrace.runtime.worker import MESSAGES_PER_ATTEMPT
 from tests.faults.engines import BEHAVIOURS, TOKEN_OF
 from tests.faults.lab import CONTEXT, GEOMETRY, LAYERS, Lab, prompt
 
@@ -17,7 +20,7 @@ ROGUE = "tests.faults.engines:open_rogue"
 OPTIONS = {**GEOMETRY, "vocab_size": 2000}
 HARMLESS = ("stale", "handshake again")
 FATAL = ("exits", "aborts", "hangs up", "dies after the final")
-OTHERS = ("after the final", "nan", "late write", "deaf")
+OTHERS = ("after the final", "nan", "late write", "deaf", "floods")
 HARMFUL = [name for name in BEHAVIOURS if name not in (*HARMLESS, *FATAL, *OTHERS)]
 
 REASONS = {
@@ -32,6 +35,8 @@ REASONS = {
     "no final": "the engine returned without its final",
     "garbage": "undecodable message",
     "descriptors": "a source sends no descriptors",
+    "writes told cells": "would write .*told before",
+    "commits twice": "the engine returned without its final",
     "raises": "ValueError: layer 2 went up in smoke",
 }
 
@@ -174,6 +179,52 @@ def test_late_messages_of_a_deaf_source_are_dropped(shared: Lab) -> None:
     lab.owner.release(after)
     lab.settle()
     assert lab.counts("dropped")["late"] - dropped == LAYERS + 1  # its groups and its final
+
+
+def test_a_flood_does_not_hold_a_turn(shared: Lab) -> None:
+    """In one turn no more is taken than one attempt may have queued, however much there is."""
+    lab, pid = shared, shared.handle.pid
+    request = lab.submit(bad("floods"))
+    before = sum(lab.counts("dropped").values())
+    lab.until(lambda: sum(lab.counts("dropped").values()) > before + 5000, "it floods")
+    taken = 0
+    receive = lab.handle.receive
+
+    def counted() -> FromSource:
+        nonlocal taken
+        message = receive()
+        taken += 1
+        return message
+
+    lab.handle.receive = counted  # type: ignore[method-assign]
+    for _ in range(50):
+        taken = 0
+        begun_s = time.monotonic()
+        lab.owner.turn(0.0)
+        assert taken <= MESSAGES_PER_ATTEMPT
+        assert time.monotonic() - begun_s < 1.0
+    del lab.handle.receive
+    assert not request.done
+    lab.owner.cancel(request)
+    lab.settle()
+    assert lab.handle.pid == pid
+    lab.serve_exact(6)
+
+
+def test_an_endless_source_is_taken_in_by_parts(
+    shared: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source,) = shared.owner._handles
+    told = 0
+
+    def tell() -> FromSource:
+        nonlocal told
+        told += 1
+        return Released(AttemptId(1, 2, 3), 0, 0)
+
+    monkeypatch.setattr(shared.handle, "receive", tell)
+    shared.owner._receive(source)
+    assert told == MESSAGES_PER_ATTEMPT
 
 
 def test_options_that_no_source_could_read(shared: Lab) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +17,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from headrace.errors import PeerDied, Refused
+from headrace.messages import Sampling, Submit
+from headrace.protocol.books import Limits
 from headrace.runtime.config import OwnerConfig
+from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.router import OwnerClient, OwnerFailed
 from tests.faults.lab import CONTEXT, GATED, GEOMETRY, LAYERS, Gate, prompt
@@ -151,6 +157,70 @@ def test_a_refused_request_names_its_option(tmp_path: Path) -> None:
             assert (ended.outcome, ended.mistake) == ("failed", field)
         good = w.client.result(w.client.submit(prompt(1), STREAMED)).ended
         assert good.outcome == "finished"
+
+
+def test_a_malformed_submit_costs_nobody_else(tmp_path: Path) -> None:
+    """Bytes that are no message are left out; a submit without its prompt ends as failed."""
+    with watched(tmp_path) as w:
+        channel = w.client._channel
+        assert channel is not None
+        assert channel._sock is not None
+        label = w.client.submit(prompt(1), STREAMED)
+        for payload in (b"\xc1garbage", msgspec.msgpack.encode(["explode", 1]), b"\x93"):
+            channel._sock.send(payload)
+        submit = Submit(
+            label=1000,
+            num_tokens=4,
+            max_tokens=1,
+            route="whole",
+            group_layers=1,
+            chunk=0,
+            prefill_chunk=0,
+            emission="layers",
+            digest=False,
+            stop_tokens=(),
+            sampling=Sampling(),
+            audit=False,
+            trace=False,
+            deadline_ns=None,
+        )
+        fd = os.memfd_create("prompt")
+        os.write(fd, bytes(4 * 4))
+        refused = {
+            1000: ([], submit, "a submit with 0 descriptors, expected 1"),
+            1001: ([fd, fd], submit, "a submit with 2 descriptors, expected 1"),
+            1002: ([fd], replace(submit, num_tokens=5), "a prompt of 4 tokens, 5 were told"),
+        }
+        for number, (fds, message, reason) in refused.items():
+            channel.send(replace(message, label=number), fds)
+            w.client._inbox[number] = deque()
+            ended = w.client.result(number).ended
+            assert (ended.outcome, ended.mistake, ended.reason) == ("failed", "request", reason)
+        os.close(fd)
+        w.gate.open()
+        assert w.client.result(label).ended.outcome == "finished"
+        good = w.client.result(w.client.submit(prompt(2), STREAMED)).ended
+        assert good.outcome == "finished"
+
+
+def test_the_deadlines_are_configured(tmp_path: Path) -> None:
+    """A source that is stopped fails its request in time, and is ended in time."""
+    with watched(tmp_path, progress_timeout_s=0.3, drain_timeout_s=0.3) as w:
+        label = w.client.submit(prompt(1), STREAMED)
+        os.kill(w.source_pid, signal.SIGSTOP)
+        ended = w.client.result(label).ended
+        assert (ended.outcome, ended.reason) == ("failed", "the source made no progress in time")
+        assert dead(w.source)
+
+
+def test_the_deadlines_by_default() -> None:
+    parameters = inspect.signature(DecoderOwner).parameters
+    for name, seconds in (("progress_timeout_s", 600.0), ("drain_timeout_s", 120.0)):
+        assert parameters[name].default == seconds
+        made = OwnerConfig("null", {}, "replay", {}, 8)
+        assert getattr(made, name) == seconds
+    limits = Limits(num_lanes=1, context=8)
+    assert (limits.progress_timeout_ns, limits.drain_timeout_ns) == (600 * 10**9, 120 * 10**9)
 
 
 ROUTER = """

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import Refused
+from headrace.ids import SourceId
+from tests.conftest import open_fds
 from tests.faults.lab import LAYERS, Lab, prompt
 
 AFTER_SPANS = (1, 2, LAYERS - 1, LAYERS)  # the last: all spans told, no final
@@ -30,7 +32,7 @@ def test_killed_at_idle(tmp_path: Path) -> None:
         lab.gate.allow(LAYERS + 2)
         lab.serve_exact(1)
         kill(lab)
-        lab.until(lambda: lab.handle.death_fd not in lab.owner._selector.get_map(), "buried")
+        lab.until(lambda: not lab.owner._handles, "buried and forgotten")
         with pytest.raises(Refused, match="no prefill source"):
             lab.submit(prompt(2))
         lab.settle()
@@ -134,3 +136,56 @@ def test_stopped_past_the_progress_deadline(tmp_path: Path, after: str) -> None:
             assert lab.handle.died()
             assert_new_source_serves(lab)
         lab.assert_canaries(slots=[], lanes=[1])
+
+
+def test_sources_that_are_replaced_leave_nothing(tmp_path: Path) -> None:
+    """Twenty deaths, half of them while they run: descriptors and counts stay flat."""
+    with Lab(tmp_path) as lab:
+        known: list[SourceId] = []
+        flat: list[tuple[object, ...]] = []
+        for at in range(20):
+            (source,) = lab.owner._handles
+            known.append(source)
+            if at % 2:
+                request = lab.submit(prompt(at))
+                lab.gate.allow(2)
+                lab.until_told(request, 2)
+                kill(lab)
+                lab.until_done(request)
+                assert "signal 9" in request.reason
+            else:
+                lab.gate.open()
+                lab.serve_exact(at)
+                kill(lab)
+            lab.until(lambda: not lab.owner._handles, "forgotten")
+            assert not lab.owner._plans
+            assert not lab.owner._granted
+            lab.gate.open()  # closes this side's end
+            lab.owner.check_integrity()
+            counts = [lab.counts(name) for name in ("lanes", "slots", "handoffs", "decoder")]
+            flat.append((*counts, open_fds()))
+            lab.attach()
+        assert flat == [flat[0]] * 20
+        assert known == sorted(set(known))  # an id is never used again
+        lab.gate.open()
+        lab.serve_exact(2)
+
+
+def test_a_dead_source_is_kept_while_its_slot_is_read(tmp_path: Path) -> None:
+    """Its slab is let go only once the last import from it is fenced."""
+    with Lab(tmp_path) as lab:
+        lab.gate.open()
+        lab.decoder.hold_fences = True
+        request = lab.submit(prompt(1), hold=True)
+        lab.until(lambda: lab.counts("handoffs").get("sealed") == 1, "all told, nothing fenced")
+        kill(lab)
+        lab.until(lambda: bool(lab.owner._dead), "buried")
+        lab.owner.turn(0.0)
+        assert len(lab.owner._handles) == 1
+        lab.decoder.hold_fences = False
+        lab.until_done(request)
+        lab.until(lambda: not lab.owner._handles, "forgotten")
+        lab.assert_exact(request, prompt(1))
+        lab.owner.release(request)
+        lab.settle()
+        assert_new_source_serves(lab)

@@ -14,7 +14,7 @@ from headrace.messages import Released, SourceFinal
 from headrace.protocol.commands import Outcome
 from headrace.protocol.handoff import Handoff, HandoffState
 from headrace.protocol.machine import Machine
-from headrace.protocol.slots import Slot, SlotState
+from headrace.protocol.slots import Slot, SlotEvent, SlotState
 from headrace.protocol.source import SourceAttempt, SourceState
 from headrace.testing.events import Die, Submit, Tell
 from headrace.testing.explorer import Unruly, Walk, recording, walk
@@ -27,10 +27,12 @@ from headrace.testing.world import World
 Transition = tuple[type, Enum, Enum]
 
 # Transitions of the tables that no sequence of events takes; each needs its reason here.
-IMPOSSIBLE: set[Transition] = set()
+# An import begins before its slot ends, so it is given up no later than the slot is quarantined.
+IMPOSSIBLE: set[Transition] = {(Slot, SlotState.QUARANTINED, SlotEvent.READ_END)}
 
-# Where the device loses a read token, who waits for that slot waits for its drain deadline.
-OVERDUE = {"overdue", "overdrawn"}
+# Where an import that failed or was given up keeps its read token, who waits for that slot waits
+# for its drain deadline.
+OVERDUE = {"overdue", "overdrawn", "lanes", "sources"}
 
 _taken: set[Transition] = set()
 

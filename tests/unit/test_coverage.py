@@ -65,8 +65,10 @@ def test_a_cell_told_twice_is_refused_and_leaves_no_trace(
     if not together:
         coverage.add([told])
     before = missing_cells(coverage)
-    with pytest.raises(RemoteProtocolError, match=r"layer \d positions .* hold a cell told before"):
-        coverage.add([Span(3, 4, 0, 1), told, again] if together else [Span(3, 4, 0, 1), again])
+    batch = [Span(3, 4, 0, 1), told, again] if together else [Span(3, 4, 0, 1), again]
+    for bring in (coverage.check, coverage.add):
+        with pytest.raises(RemoteProtocolError, match=r"layer \d positions .* a cell told before"):
+            bring(batch)
     assert missing_cells(coverage) == before
 
 
@@ -89,9 +91,17 @@ def test_a_cell_told_twice_is_refused_and_leaves_no_trace(
 def test_a_malformed_span_in_the_middle_of_a_message_leaves_no_trace(bad: Span) -> None:
     coverage = fresh()
     before = missing_cells(coverage)
-    with pytest.raises(RemoteProtocolError, match="outside the"):
-        coverage.add([Span(0, 1, 0, 8), bad, Span(1, 2, 0, 8)])
+    for bring in (coverage.check, coverage.add):
+        with pytest.raises(RemoteProtocolError, match="outside the"):
+            bring([Span(0, 1, 0, 8), bad, Span(1, 2, 0, 8)])
     assert missing_cells(coverage) == before
+
+
+def test_a_check_accepts_nothing() -> None:
+    coverage = fresh()
+    for _ in range(2):
+        coverage.check([Span(0, 4, 0, N)])
+    assert missing_cells(coverage) == missing_cells(fresh())
 
 
 def test_a_span_that_holds_no_cell_moves_nothing_and_may_be_told_again() -> None:

@@ -21,6 +21,7 @@ from headrace.messages import (
     MAX_TEXT,
     Attached,
     Cancel,
+    Computing,
     Down,
     Ended,
     Events,
@@ -79,6 +80,7 @@ EXAMPLES: dict[Decode, list[Message]] = {
     wire.decode_from_source: [
         Ready(source_manifest(Full(), Sliding(4, 3), Shared("layers.0"), Latent(), State())),
         Attached(7),
+        Computing(A, 1, 2),
         Progress(A, 1, 2, (SPAN, Span(1, 2, 2, 3)), (5, U64), 10, 20),
         SourceFinal(A, 1, 2, "token", 3, 10, 20),
         Failed(A, 1, 2, "größer \N{SNOWMAN}"),

@@ -66,6 +66,13 @@ class PrefillSink(Protocol):
     plan: Plan
     options: Prefill
 
+    def check(self) -> None:
+        """Say that the engine is at work. Call it at least once per layer, on every route.
+
+        It is how a cancel reaches an engine that has nothing to write yet, and what holds the
+        progress deadline off meanwhile.
+        """
+
     def write(self, *spans: Span) -> SpanWriter:
         """A writer for the cells of `spans`, whose layers or positions must not overlap."""
 

@@ -17,8 +17,9 @@ from msgspec import Meta, Struct
 
 from headrace.backends.base import Caps, Done, Entry, Reservation, SlotView
 from headrace.backends.options import read_options
+from headrace.engine.capacity import require_memory
 from headrace.engine.host import copy_rows
-from headrace.engine.lanes import Lane
+from headrace.engine.lanes import Lane, lane_nbytes
 from headrace.engine.layers import manifest
 from headrace.engine.loading import LoadedModel, load_model
 from headrace.engine.tensors import as_bytes, check_region, over_address
@@ -92,6 +93,7 @@ class CpuDecoder:
         self._model: LoadedModel | None = model
         self._manifest = manifest(model.config, model.directory, "decoder", model.dtype, context)
         self._layers = self._manifest.layers
+        require_memory(lanes * lane_nbytes(self._layers, context), f"{lanes} lanes")
         self._records = [_Record(Lane(self._layers, context)) for _ in range(lanes)]
 
     def manifest(self) -> Manifest:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from headrace.backends.base import Caps, Done, Entry, Fence, Reservation, SlotView
 from headrace.backends.options import read_options
+from headrace.engine.capacity import require_memory
 from headrace.engine.host import HostMemory, copy_rows
 from headrace.errors import LocalProtocolError, WouldBlock
 from headrace.geometry import Layer, Layout, Manifest, Sliding
@@ -55,6 +56,7 @@ class NullDecoder:
         self._context = context
         layout = slot_layout(manifest, context)
         self._kv_offset = layout.kv_offset
+        require_memory(lanes * (layout.nbytes - layout.kv_offset), f"{lanes} lanes")
         self._lanes = [HostMemory(layout.nbytes - layout.kv_offset) for _ in range(lanes)]
         self._held: dict[int, Reservation | Entry] = {}
         self._layouts: dict[int, Layout] = {}  # what a lane's bytes were imported as

@@ -22,7 +22,18 @@ from msgspec import Struct
 from headrace.backends.base import Cells, PrefillSink
 from headrace.backends.options import read_options
 from headrace.errors import Refused
-from headrace.geometry import ITEMSIZE, Full, Kind, Layer, Layout, Manifest, Part, Sliding
+from headrace.geometry import (
+    ITEMSIZE,
+    MAX_EXTENT,
+    MAX_LAYERS,
+    Full,
+    Kind,
+    Layer,
+    Layout,
+    Manifest,
+    Part,
+    Sliding,
+)
 from headrace.ids import Span
 
 _NOISE_NBYTES = 1_048_573  # a prime, so that rows of any size fall on different places
@@ -61,6 +72,10 @@ class ReplayEngine:
     def __init__(self, options: ReplayOptions) -> None:
         if options.dtype not in ITEMSIZE:
             raise Refused(f"replay: unknown dtype {options.dtype!r}", field="dtype")
+        if options.full_every < 1 or options.layer_ms < 0:
+            raise Refused("replay: full_every must be at least 1 and layer_ms not negative")
+        if not (1 <= options.layers <= MAX_LAYERS and 1 <= options.vocab_size <= MAX_EXTENT):
+            raise Refused(f"replay: layers go from 1 to {MAX_LAYERS}, vocab_size to {MAX_EXTENT}")
         self._options = options
         self._noise = memoryview(random.Random(0).randbytes(_NOISE_NBYTES))
 
@@ -92,10 +107,10 @@ class ReplayEngine:
             share = (ended - begun) / stop
             if options.route == "streamed":
                 for group in sink.plan.layer_groups(options.group_layers, options.emission):
-                    self._compute(group, share)
+                    self._compute(sink, group, share)
                     self._emit(sink, group, begun, ended, options.chunk, seed)
             else:
-                self._compute(everything, share)
+                self._compute(sink, everything, share)
             ready_ns = time.monotonic_ns()
             if options.route == "chunked":
                 self._emit(sink, everything, begun, ended, options.chunk, seed)
@@ -112,12 +127,13 @@ class ReplayEngine:
             return Full()
         return Sliding(options.window, options.max_positions)
 
-    def _compute(self, group: Sequence[range], share: float) -> None:
+    def _compute(self, sink: PrefillSink, group: Sequence[range], share: float) -> None:
         for layer in (layer for run in group for layer in run):
             if layer == self._options.fail_at_layer:
                 raise RuntimeError(f"replay was told to fail at layer {layer}")
             if self._options.layer_ms:
                 time.sleep(self._options.layer_ms * share / 1000)
+            sink.check()
 
     def _emit(
         self,

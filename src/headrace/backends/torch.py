@@ -168,6 +168,7 @@ class _Streamed(Taker):
                 self._group_of.update(dict.fromkeys(members, group))
 
     def take(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._sink.check()
         group = self._group_of.get(layer)
         if group is None:
             return
@@ -203,6 +204,7 @@ class _Kept(Taker):
         self._computed = start
 
     def take(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._sink.check()
         # A sliding layer's cache may keep fewer rows than the transfer set asks for, and a view of
         # them would pin the storage of all rows: its live rows are copied out now.
         plan = self._sink.plan

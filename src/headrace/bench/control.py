@@ -72,7 +72,7 @@ def span_costs_ns(requests: int) -> list[int]:
             message = decode_from_source(payload)
             if isinstance(message, Progress):
                 owner.message(SourceId(0), message, 0)
-            owner.begin_imports(1 << 30)
+            owner.begin_imports(1 << 30, 0)
             commands = owner.commands()
             costs.append(time.perf_counter_ns() - begun_ns)
             for command in commands:

@@ -14,7 +14,7 @@ from typing import Any
 from headrace.backends.load import open_decoder
 from headrace.bench.rows import busy_share
 from headrace.engine.text import max_positions_of
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, Refused
 from headrace.messages import Route
 from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.requests import RequestOptions
@@ -39,6 +39,11 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Two rows per repeat and order, each with the route's figures in ns and bytes."""
     context = min(len(tokens) + (NEIGHBOUR_TOKENS if busy else 64), max_positions_of(model))
+    if busy and context < NEIGHBOUR_PROMPT + 2:
+        raise Refused(
+            f"the model holds {context} positions and --busy needs {NEIGHBOUR_PROMPT + 2}; "
+            "leave --busy out"
+        )
     options = {"model": str(model), "dtype": "float32", "threads": 1}
     handle = SourceHandle("torch", options)
     handle.start()
@@ -56,6 +61,8 @@ def run(
                         endless = RequestOptions(max_tokens=context - NEIGHBOUR_PROMPT)
                         neighbour = owner.submit(tokens[:NEIGHBOUR_PROMPT], endless)
                         while len(neighbour.tokens) < 2:
+                            if neighbour.done:
+                                raise RouteFailed(neighbour.reason)
                             owner.turn(1.0)
                     row = _one(owner, tokens, route, group_layers)
                     if neighbour is not None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from dataclasses import fields
 
 from cyclopts import App, CycloptsError
 
+from headrace.cli.arguments import check_text
 from headrace.cli.bench import bench_app
 from headrace.cli.doctor import doctor
 from headrace.cli.models import models_app
-from headrace.cli.run import run
+from headrace.cli.run import RunOptions, run
 from headrace.errors import BackendUnavailable, HeadraceError, Refused
 from headrace.version import VERSION
 
@@ -29,13 +33,15 @@ MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command; exits 2 for a user's mistake, 1 for a failure, with one sentence."""
+    _fill_standard_descriptors()
     sys.exit(run_command(sys.argv[1:] if arguments is None else arguments))
 
 
 def run_command(arguments: list[str]) -> int:
     """Run one command and return its exit status."""
-    spelled = ["--stdin" if argument == "-" else argument for argument in arguments]
     try:
+        check_text(arguments)
+        spelled = list(_spelled(arguments)) if arguments[:1] == ["run"] else arguments
         status = app(spelled, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as exc:
         return _complain(str(exc).splitlines()[0], MISTAKE)
@@ -47,9 +53,42 @@ def run_command(arguments: list[str]) -> int:
         return _complain("interrupted", INTERRUPTED)
     except BrokenPipeError:
         return FAILURE
+    except (OSError, UnicodeError) as exc:  # a full disk, an output that cannot spell the text
+        return _complain(str(exc), FAILURE)
     return status if isinstance(status, int) else 0
 
 
+def _spelled(arguments: list[str]) -> Iterator[str]:
+    """Spell a lone `-` as the parser takes it: --stdin, or `=-` if it is an option's value."""
+    valueless = {"--stdin", "--no-stdin", "--help", "--version"}
+    for field in fields(RunOptions):
+        if field.type == "bool":
+            flag = field.name.replace("_", "-")
+            valueless |= {f"--{flag}", f"--no-{flag}"}
+    waiting: str | None = None  # an option that takes a value
+    for argument in arguments:
+        if waiting is not None:
+            yield from (f"{waiting}=-",) if argument == "-" else (waiting, argument)
+            waiting = None
+        elif argument == "-":
+            yield "--stdin"
+        elif argument.startswith("--") and "=" not in argument and argument not in valueless:
+            waiting = argument
+        else:
+            yield argument
+    if waiting is not None:
+        yield waiting
+
+
 def _complain(text: str, status: int) -> int:
-    print(f"headrace: {text}", file=sys.stderr)
+    print(f"headrace: {' '.join(text.splitlines())}", file=sys.stderr)
     return status
+
+
+def _fill_standard_descriptors() -> None:
+    """Open what was closed of 0 to 2, or a channel's end would land there and be lost at exec."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)

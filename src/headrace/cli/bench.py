@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ from rich.console import Console
 
 from headrace.bench import control, routes, slab
 from headrace.bench.rows import percentile, spread, write_rows
+from headrace.cli.arguments import check_count, check_output, open_text, read_prompt
 from headrace.errors import Refused
 
 bench_app = App(name="bench", help="Measure the hand-off; rows go to --out as JSON lines.")
+MAX_SIZE_MB = 1 << 20
+
 _console = Console(highlight=False)
 
 
@@ -21,6 +25,9 @@ def control_command(
     *, requests: int = 200, round_trips: int = 5000, out: Path | None = None
 ) -> int:
     """A span's control cost at the owner, and a message's one-way time."""
+    check_count("--requests", requests)
+    check_count("--round-trips", round_trips)
+    check_output("--out", out, make_parents=True)
     rows = list(control.run(requests, round_trips))
     write_rows(out, "control", rows)
     for row in rows:
@@ -34,16 +41,40 @@ def control_command(
 
 @bench_app.command(name="slab")
 def slab_command(
-    *, sizes_mb: tuple[int, ...] = (128, 1024), repeats: int = 10, out: Path | None = None
+    *,
+    sizes_mb: tuple[int, ...] = (128, 1024),
+    pieces_mb: tuple[int, ...] = (8,),
+    repeats: int = 10,
+    out: Path | None = None,
 ) -> int:
-    """The slab path in one and two copies, as ratios to a hot memcpy."""
-    rows = list(slab.run(sizes_mb, repeats))
-    write_rows(out, "slab", rows)
+    """The slab path in one and two copies, as ratios to a hot memcpy.
+
+    Parameters
+    ----------
+    pieces_mb
+        What an import is cut into, MiB; 8 is the owner's default.
+    """
+    if not sizes_mb:
+        raise Refused("--sizes-mb is empty; give at least one size in MiB")
     for size_mb in sizes_mb:
+        check_count("--sizes-mb", size_mb, limit=MAX_SIZE_MB + 1)
+    for piece_mb in pieces_mb:
+        check_count("--pieces-mb", piece_mb, limit=MAX_SIZE_MB + 1)
+    check_count("--repeats", repeats)
+    check_output("--out", out, make_parents=True)
+    rows = [
+        {"piece_mb": piece_mb, **row}
+        for piece_mb in pieces_mb
+        for row in slab.run(sizes_mb, repeats, chunk_nbytes=piece_mb << 20)
+    ]
+    write_rows(out, "slab", rows)
+    for piece_mb, size_mb in product(pieces_mb, sizes_mb):
         for form in ("1-copy", "2-copy"):
-            mine = [row for row in rows if row["form"] == form and row["size_mb"] == size_mb]
+            key = (form, size_mb, piece_mb)
+            mine = [r for r in rows if (r["form"], r["size_mb"], r["piece_mb"]) == key]
             _console.print(
-                f"{size_mb:>5} MiB {form}: wall x{spread([r['wall_ratio'] for r in mine])}  "
+                f"{size_mb:>5} MiB {form}, pieces of {piece_mb} MiB: "
+                f"wall x{spread([r['wall_ratio'] for r in mine])}  "
                 f"cpu x{spread([r['cpu_ratio'] for r in mine])}  two memcpys at once "
                 f"x{spread([r['memcpy_wall_ns'] / r['two_memcpy_wall_ns'] for r in mine])}  "
                 f"machine busy before {spread([r['busy_before'] for r in mine])}",
@@ -65,12 +96,17 @@ def routes_command(
 ) -> int:
     """Whole against streamed on a real model: share imported early, tail, prefill slow-down."""
     from headrace.engine.models import resolve
-    from headrace.engine.text import ModelText
 
+    check_count("--repeats", repeats)
+    check_count("--max-prompt", max_prompt)
+    check_count("--group-layers", group_layers)
+    check_output("--out", out, make_parents=True)
+    text = read_prompt(prompt_file)
     directory = resolve(model)
-    if not prompt_file.is_file():
-        raise Refused(f"{prompt_file} is not a file; give a text with --prompt-file")
-    tokens = ModelText(directory).encode(prompt_file.read_text())[:max_prompt]
+    codec, _ = open_text(directory)
+    tokens = codec.encode(text)[:max_prompt]
+    if not tokens:
+        raise Refused(f"{prompt_file} is empty; give a text with --prompt-file")
     rows = [
         {"model": model, **row}
         for row in routes.run(directory, tokens, repeats, busy=busy, group_layers=group_layers)

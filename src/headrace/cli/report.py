@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from headrace.cli.shown import Shown
 from headrace.messages import Measured
 from headrace.runtime.router import RouteResult
 from headrace.telemetry.timeline import draw, overlap_ns
@@ -20,23 +21,25 @@ from headrace.version import VERSION
 def as_json(
     model: str,
     route: str,
+    seed: int | None,
     prompt: list[int],
-    texts: Mapping[Any, str],
+    shown: Mapping[Any, Shown],
     results: Mapping[Any, RouteResult],
 ) -> dict[str, Any]:
     """One object with stable keys; times in seconds, sizes in bytes, all times by the host clock.
 
     The keys of the top level are those of the route asked for, or of `streamed` for a comparison;
-    `identical` is null unless routes were compared.
+    `identical` is null unless routes were compared; then it is of all that was decoded, also after
+    a stop string. `seed` is what was sampled with, drawn or given.
     """
-    routes = {name: _figures(result, texts[name]) for name, result in results.items()}
-    shown = routes.get(route) or routes["streamed"]
+    routes = {name: _figures(result, shown[name]) for name, result in results.items()}
     same = identical(results) if len(results) > 1 else None
     return {
         "model": model,
         "route": route,
         "prompt_tokens": len(prompt),
-        **shown,
+        "seed": seed,
+        **(routes.get(route) or routes["streamed"]),
         "identical": None if same is None else all(same.values()),
         "identical_parts": same,
         "routes": routes,
@@ -47,10 +50,11 @@ def as_json(
 def identical(results: Mapping[Any, RouteResult]) -> dict[str, bool]:
     """Whether all routes gave the same tokens, logits rows and published KV bytes."""
     logits = {result.ended.logits_digest for result in results.values()}
+    decoded = any(result.tokens for result in results.values())
     kv = {result.ended.kv_digests for result in results.values()}
     return {
         "tokens": len({tuple(result.tokens) for result in results.values()}) == 1,
-        "logits": len(logits) == 1 and "" not in logits,
+        "logits": len(logits) == 1 and not (decoded and "" in logits),
         "kv": len(kv) == 1 and () not in kv,
     }
 
@@ -72,12 +76,12 @@ def print_result(console: Console, result: RouteResult) -> None:
 def print_comparison(
     console: Console,
     prompt: list[int],
-    texts: Mapping[Any, str],
+    shown: Mapping[Any, Shown],
     results: Mapping[Any, RouteResult],
 ) -> bool:
     """The text, a table of the routes, the streamed timeline; returns whether all are identical."""
     console.print(f"[bold]prompt[/bold] {len(prompt)} tokens   [bold]text[/bold]")
-    console.print(texts["streamed"].strip(), markup=False)
+    console.print(shown["streamed"].text.strip(), markup=False)
     console.print()
     table = Table(
         box=SIMPLE_HEAD, caption="early: share of KV bytes imported before the prefill ended"
@@ -89,7 +93,7 @@ def print_comparison(
         if measured is not None:
             table.add_row(
                 route,
-                f"{_ttft(measured) / 1e6:.1f}",
+                _ms(_ttft(measured)).removesuffix(" ms"),
                 f"{_prefill(measured) / 1e6:.1f}",
                 f"{_tail(measured) / 1e6:.2f}",
                 f"{measured.kv_nbytes / 1e6:.1f}",
@@ -128,14 +132,20 @@ def stamp() -> dict[str, Any]:
     }
 
 
-def _figures(result: RouteResult, text: str) -> dict[str, Any]:
+def _figures(result: RouteResult, shown: Shown) -> dict[str, Any]:
     measured = result.ended.measured
-    base: dict[str, Any] = {"tokens": result.tokens, "text": text, "outcome": result.ended.outcome}
+    base: dict[str, Any] = {
+        "tokens": shown.tokens,
+        "text": shown.text,
+        "outcome": shown.outcome,
+        "finish_reason": shown.finish_reason,
+    }
     if measured is None:
         return base
+    ttft_ns = _ttft(measured)
     return {
         **base,
-        "ttft_s": _ttft(measured) / 1e9,
+        "ttft_s": None if ttft_ns is None else ttft_ns / 1e9,
         "prefill_s": _prefill(measured) / 1e9,
         "transfer_tail_s": _tail(measured) / 1e9,
         "tail_from_last_group_s": (measured.published_ns - measured.last_group_ns) / 1e9,
@@ -151,8 +161,9 @@ def _figures(result: RouteResult, text: str) -> dict[str, Any]:
     }
 
 
-def _ttft(measured: Measured) -> int:
-    return measured.first_token_ns - measured.submitted_ns
+def _ttft(measured: Measured) -> int | None:
+    """None where no token was asked for."""
+    return measured.first_token_ns - measured.submitted_ns if measured.first_token_ns else None
 
 
 def _prefill(measured: Measured) -> int:
@@ -163,8 +174,8 @@ def _tail(measured: Measured) -> int:
     return measured.published_ns - measured.source_final_ns
 
 
-def _ms(nanoseconds: int) -> str:
-    return f"{nanoseconds / 1e6:.1f} ms"
+def _ms(nanoseconds: int | None) -> str:
+    return "none" if nanoseconds is None else f"{nanoseconds / 1e6:.1f} ms"
 
 
 def _mb(nbytes: int) -> str:

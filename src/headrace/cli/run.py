@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import secrets
+import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,20 +15,31 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from headrace.backends.load import check_name
+from headrace.cli.arguments import (
+    INSTALL,
+    check_count,
+    check_output,
+    is_text,
+    open_text,
+    read_prompt,
+)
 from headrace.cli.report import as_json, print_comparison, print_result
-from headrace.engine.text import ByteText, ModelText, TextCodec, max_positions_of
+from headrace.cli.shown import Printer, shown_of
+from headrace.engine.text import ByteText, TextCodec
 from headrace.errors import HeadraceError, Refused
-from headrace.geometry import Emission
+from headrace.geometry import MAX_POSITIONS, Emission
 from headrace.messages import Route, Sampling
 from headrace.runtime.config import OwnerConfig
 from headrace.runtime.log import LEVELS, configure
 from headrace.runtime.requests import ROUTES, RequestOptions
-from headrace.runtime.router import OwnerClient, RouteResult
+from headrace.runtime.router import OwnerClient, OwnerFailed, RouteResult
 from headrace.telemetry.timeline import chrome_trace
 
 WARM_UP_TOKENS = 8
 CHUNKED_POSITIONS = 256
 CONTEXT_STEP = 64
+MAX_SEED = (1 << 63) - 1
+PROBE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +53,7 @@ class RunOptions:
     prompt_file: Path | None = None
     "Read the prompt from this file."
     max_tokens: int = 32
-    "How many tokens to decode at most."
+    "How many tokens to decode at most; 0 = hand the prompt's cache over and decode nothing."
     route: str = "whole"
     "whole, chunked, streamed, or compare (all three)."
     group_layers: int = 1
@@ -74,6 +87,7 @@ class RunOptions:
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
+    "Of the sampling; by default drawn at random, and told by --json."
     stop: tuple[str, ...] = ()
     "End the text before this string; may be given more than once."
     ignore_eos: bool = False
@@ -102,23 +116,26 @@ def run(
     stdin
         Read the prompt from standard input; a lone `-` means the same.
     """
-    text = _prompt_text(options, from_stdin=stdin)
     _check(options)
+    text = _prompt_text(options, from_stdin=stdin)
     configure(options.log_level, as_json=options.log_json)
-    codec, directory = _codec(options)
+    codec, directory, longest = _codec(options)
     tokens = codec.encode(text)
     if not tokens:
         raise Refused("the prompt is empty; give at least one token")
-    config = _config(options, directory, len(tokens))
+    if options.temperature > 0 and options.seed is None:  # one for all routes
+        options = replace(options, seed=secrets.randbits(32))
+    config = _config(options, directory, longest, len(tokens))
     client = OwnerClient(config)
     try:
-        client.start()
+        _start(client, options)
         results = _run_routes(client, options, tokens, codec)
     finally:
         client.close()
+    status = _report(options, codec, tokens, results)
     if options.trace is not None:
         _write_trace(options.trace, results)
-    return _report(options, codec, tokens, results)
+    return status
 
 
 def _prompt_text(options: RunOptions, *, from_stdin: bool) -> str:
@@ -126,13 +143,25 @@ def _prompt_text(options: RunOptions, *, from_stdin: bool) -> str:
     if sum(given) != 1:
         raise Refused("give the prompt once: --prompt TEXT, --prompt-file FILE, or - for stdin")
     if options.prompt is not None:
-        return options.prompt
+        text = options.prompt
+    elif options.prompt_file is not None:
+        text = read_prompt(options.prompt_file)
+    else:
+        text = _read_stdin()
+    if not is_text(text):
+        raise Refused("the prompt is not UTF-8 text; give it as UTF-8")
+    return text
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None:  # closed by whoever started this process
+        raise Refused("standard input is closed; give --prompt TEXT or --prompt-file FILE")
     try:
-        if options.prompt_file is not None:
-            return options.prompt_file.read_text(encoding="utf-8")
         return sys.stdin.read()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise Refused(f"the prompt cannot be read: {exc}") from exc
+    except UnicodeDecodeError as exc:
+        raise Refused("the prompt on standard input is not UTF-8 text; give it as UTF-8") from exc
+    except OSError as exc:
+        raise Refused(f"standard input cannot be read: {exc.strerror}") from exc
 
 
 def _check(options: RunOptions) -> None:
@@ -142,42 +171,95 @@ def _check(options: RunOptions) -> None:
         raise Refused(f"unknown log level {options.log_level!r}; choose {', '.join(LEVELS)}")
     check_name("source", options.source)
     check_name("decoder", options.decoder)
-    for name in ("max_tokens", "group_layers", "lanes", "slots", "threads"):
-        if getattr(options, name) < 1:
-            flag = name.replace("_", "-")
-            raise Refused(f"--{flag} is {getattr(options, name)}; it must be at least 1")
-    for name in ("chunk", "prefill_chunk", "top_k"):
-        if getattr(options, name) < 0:
-            flag = name.replace("_", "-")
-            raise Refused(f"--{flag} is {getattr(options, name)}; it cannot be negative")
-    if options.temperature < 0 or not 0 < options.top_p <= 1:
-        raise Refused("--temperature must be 0 or more and --top-p in (0, 1]")
-    if options.trace is not None and not options.trace.parent.is_dir():
-        raise Refused(f"--trace: {options.trace.parent} is not a directory")
+    for name in ("group_layers", "lanes", "slots", "threads"):
+        check_count(_flag(name), getattr(options, name))
+    for name in ("max_tokens", "chunk", "prefill_chunk", "top_k"):
+        check_count(_flag(name), getattr(options, name), least=0)
+    if options.context is not None:
+        check_count("--context", options.context)
+    if options.seed is not None:
+        check_count("--seed", options.seed, least=0, limit=MAX_SEED + 1)
+    if options.max_tokens > 0:
+        _check_sampling(options)
+    if "" in options.stop:
+        raise Refused("--stop is empty; give the text to end before, or leave it out")
+    check_output("--trace", options.trace)
 
 
-def _codec(options: RunOptions) -> tuple[TextCodec, Path | None]:
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_sampling(options: RunOptions) -> None:
+    try:
+        from headrace.engine.sampling import check_sampling
+    except ModuleNotFoundError as exc:
+        raise Refused(
+            f"choosing tokens needs {exc.name}; {INSTALL}, or give --max-tokens 0"
+        ) from exc
+    try:
+        check_sampling(_sampling(options))
+    except Refused as exc:
+        raise Refused(str(exc).replace(exc.field, _flag(exc.field), 1), field=exc.field) from exc
+
+
+def _sampling(options: RunOptions) -> Sampling:
+    return Sampling(options.temperature, options.top_p, options.top_k, options.seed)
+
+
+def _codec(options: RunOptions) -> tuple[TextCodec, Path | None, int]:
+    """The codec, the model's directory if there is a model, and the most positions it holds."""
     if options.model is None:
         if options.source == "torch" or options.decoder == "cpu":
             raise Refused("give --model; `headrace models list` shows what is built in")
-        return ByteText(), None
+        return ByteText(), None, MAX_POSITIONS - 1
     from headrace.engine.models import resolve
 
     directory = resolve(options.model)
-    return ModelText(directory), directory
+    codec, longest = open_text(directory)
+    return codec, directory, longest
 
 
-def _config(options: RunOptions, directory: Path | None, num_tokens: int) -> OwnerConfig:
-    needed = num_tokens + options.max_tokens - 1
-    context = options.context or -(-needed // CONTEXT_STEP) * CONTEXT_STEP
-    if directory is not None:
-        longest = max_positions_of(directory)
-        if needed > longest:
+def _start(client: OwnerClient, options: RunOptions) -> None:
+    try:
+        client.start()
+    except OwnerFailed as exc:
+        python = options.source_python
+        if python is not None and not _runs_headrace(python):
             raise Refused(
-                f"the prompt has {num_tokens} tokens and with {options.max_tokens} to decode needs "
-                f"{needed} positions, and the model holds {longest}; shorten it or ask for less"
-            )
-        context = min(context, longest) if options.context is None else context
+                f"--source-python: {python} is not a Python that has headrace installed; give the "
+                "path of one, such as ENVIRONMENT/bin/python"
+            ) from exc
+        raise
+
+
+def _runs_headrace(python: str) -> bool:
+    """Whether an interpreter that could not start a source can import headrace at all."""
+    probe = [python, "-c", "import headrace.runtime; print(headrace.__name__)"]
+    try:
+        done = subprocess.run(
+            probe,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=PROBE_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0 and done.stdout.split()[-1:] == [b"headrace"]
+
+
+def _config(
+    options: RunOptions, directory: Path | None, longest: int, num_tokens: int
+) -> OwnerConfig:
+    needed = num_tokens + max(options.max_tokens - 1, 0)
+    if needed > longest:
+        raise Refused(
+            f"the prompt has {num_tokens} tokens and with {options.max_tokens} to decode needs "
+            f"{needed} positions, and the model holds {longest}; shorten it or ask for less"
+        )
+    context = options.context or min(-(-needed // CONTEXT_STEP) * CONTEXT_STEP, longest)
     if needed > context:
         raise Refused(
             f"the prompt has {num_tokens} tokens and with {options.max_tokens} to decode needs "
@@ -222,8 +304,8 @@ def _run_routes(
         prefill_chunk=options.prefill_chunk,
         emission=options.emit,
         max_tokens=options.max_tokens,
-        stop_tokens=() if options.ignore_eos else codec.stop_tokens,
-        sampling=Sampling(options.temperature, options.top_p, options.top_k, options.seed),
+        stop_tokens=_stop_tokens(options, codec),
+        sampling=_sampling(options),
         digest=options.digest,
         audit=compare,
         trace=True,
@@ -234,43 +316,22 @@ def _run_routes(
     results: dict[Route, RouteResult] = {}
     for route in routes:
         chunk = options.chunk or (CHUNKED_POSITIONS if route == "chunked" else 0)
-        show = _Printer(codec, options.stop, echo=not compare and not options.json)
-        results[route] = _one(client, replace(asked, route=route, chunk=chunk), tokens, show)
+        mine = replace(asked, route=route, chunk=chunk)
+        if compare:  # to the end, whatever --stop says: the rows compared are then the same
+            results[route] = _one(client, mine, tokens, None)
+            continue
+        show = Printer(codec, options.stop, echo=not options.json)
+        results[route] = _one(client, mine, tokens, show)
         show.end()
     return results
 
 
-class _Printer:
-    """Takes tokens as they come: prints their text, and ends the request at a stop string."""
-
-    def __init__(self, codec: TextCodec, stops: tuple[str, ...], *, echo: bool) -> None:
-        self._codec = codec
-        self._stops = stops
-        self._echo = echo
-        self._tokens: list[int] = []
-        self._printed = 0
-
-    def __call__(self, token: int) -> bool:
-        self._tokens.append(token)
-        text, stopped = cut_at_stop(self._codec.decode(self._tokens), self._stops)
-        if self._echo and not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            print(text[self._printed :], end="", flush=True)
-            self._printed = max(self._printed, len(text))
-        return stopped
-
-    def end(self) -> None:
-        if self._echo and self._tokens:
-            print()
-
-
-def cut_at_stop(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
-    """`text` up to the first stop string in it, and whether there was one."""
-    found = [at for at in (text.find(stop) for stop in stops if stop) if at >= 0]
-    return (text[: min(found)], True) if found else (text, False)
+def _stop_tokens(options: RunOptions, codec: TextCodec) -> tuple[int, ...]:
+    return () if options.ignore_eos else codec.stop_tokens
 
 
 def _one(
-    client: OwnerClient, asked: RequestOptions, tokens: list[int], show: _Printer | None
+    client: OwnerClient, asked: RequestOptions, tokens: list[int], show: Printer | None
 ) -> RouteResult:
     label = client.submit(tokens, asked)
     try:
@@ -303,16 +364,18 @@ def _write_trace(path: Path, results: dict[Route, RouteResult]) -> None:
 def _report(
     options: RunOptions, codec: TextCodec, tokens: list[int], results: dict[Route, RouteResult]
 ) -> int:
-    texts = {
-        route: cut_at_stop(codec.decode(result.tokens), options.stop)[0]
+    stop_tokens = _stop_tokens(options, codec)
+    shown = {
+        route: shown_of(result, codec, options.stop, stop_tokens)
         for route, result in results.items()
     }
     if options.json:
-        report = as_json(options.model or options.source, options.route, tokens, texts, results)
+        model = options.model or options.source
+        report = as_json(model, options.route, options.seed, tokens, shown, results)
         print(json.dumps(report))
         return 0 if report["identical"] is not False else 1
     console = Console(stderr=options.route != "compare", highlight=False)
     if options.route == "compare":
-        return 0 if print_comparison(console, tokens, texts, results) else 1
+        return 0 if print_comparison(console, tokens, shown, results) else 1
     print_result(console, results[options.route])  # type: ignore[index]
     return 0

@@ -28,6 +28,18 @@ from headrace.plan import live_window
 _ALIGNMENT: Final = 4096
 
 
+def lane_nbytes(layers: Sequence[Layer], context: int) -> int:
+    """Bytes of the memory of one lane."""
+    return max(_ALIGNMENT, sum(map(sum, _sizes(layers, context))))
+
+
+def _sizes(layers: Sequence[Layer], context: int) -> list[list[int]]:
+    return [
+        [_align(part.row_nbytes * capacity(layer, context)) for part in layer.parts]
+        for layer in layers
+    ]
+
+
 class LaneStorage:
     """The memory of one lane: private, touched, and never moved.
 
@@ -36,11 +48,8 @@ class LaneStorage:
     """
 
     def __init__(self, layers: Sequence[Layer], context: int) -> None:
-        sizes = [
-            [_align(part.row_nbytes * capacity(layer, context)) for part in layer.parts]
-            for layer in layers
-        ]
-        self.nbytes = max(_ALIGNMENT, sum(map(sum, sizes)))
+        sizes = _sizes(layers, context)
+        self.nbytes = lane_nbytes(layers, context)
         memory = HostMemory(self.nbytes, "a lane")
         flat = torch.from_numpy(np.frombuffer(memory.view, dtype=np.uint8))
         self.address = memory.address

@@ -12,14 +12,14 @@ from typing import TypeAlias
 
 from headrace.errors import LocalProtocolError
 from headrace.ids import AttemptId, ImportId, RequestId, SlotIndex, SourceId
-from headrace.messages import Failed, Progress, Released, SourceFinal
+from headrace.messages import Computing, Failed, Progress, Released, SourceFinal
 from headrace.plan import Plan
 from headrace.protocol.admission import Admission
 from headrace.protocol.commands import Command
 from headrace.protocol.handoff import Handoff, HandoffState
 from headrace.protocol.slots import Slot, SlotState, SlotTable
 
-AttemptMessage: TypeAlias = Progress | SourceFinal | Failed | Released
+AttemptMessage: TypeAlias = Computing | Progress | SourceFinal | Failed | Released
 PlanFor: TypeAlias = Callable[[int], Plan]
 
 DECIDED = (HandoffState.PUBLISHED, HandoffState.DRAINING, HandoffState.ENDED)
@@ -34,7 +34,7 @@ class Limits:
     prefetch_depth: int = 1
     chunk_nbytes: int = 8 << 20
     progress_timeout_ns: int = 600 * 10**9
-    drain_timeout_ns: int = 30 * 10**9
+    drain_timeout_ns: int = 120 * 10**9
 
 
 @dataclass(slots=True)
@@ -50,6 +50,7 @@ class Source:
 class Import:
     handoff: Handoff
     slot: Slot | None  # None: a digest check, which reads the reservation and not the slot
+    begun_ns: int
     expected: int = 0
 
 
@@ -100,6 +101,10 @@ class Books:
         """Imports and digest checks begun and not reported back."""
         return len(self._imports)
 
+    def is_in_flight(self, import_id: ImportId) -> bool:
+        """Whether an import is still waited for; one that was given up on is not."""
+        return import_id in self._imports
+
     def state_of(self, request: RequestId) -> HandoffState:
         """The state of a request's hand-off; ENDED once it is forgotten."""
         entry = self._requests.get(request)
@@ -107,7 +112,7 @@ class Books:
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """Counts of lanes, slots (all sources) and hand-offs by state, and of dropped messages."""
-        slots: Counter[str] = Counter()
+        slots = Counter({state.name.lower(): 0 for state in SlotState})
         for source in self._sources.values():
             slots.update(source.slots.statistics())
         handoffs = Counter(handoff.state.name.lower() for handoff in self._handoffs())
@@ -182,10 +187,12 @@ class Books:
             raise LocalProtocolError(f"hand-off {handoff.attempt} has no source")
         return handoff.source
 
-    def _new_import(self, handoff: Handoff, slot: Slot | None, expected: int = 0) -> ImportId:
+    def _new_import(
+        self, handoff: Handoff, slot: Slot | None, now_ns: int, expected: int = 0
+    ) -> ImportId:
         import_id = ImportId(self._next_import)
         self._next_import += 1
-        self._imports[import_id] = Import(handoff, slot, expected)
+        self._imports[import_id] = Import(handoff, slot, now_ns, expected)
         return import_id
 
     def _expect_import(self, import_id: ImportId) -> Import:

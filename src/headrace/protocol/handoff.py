@@ -199,6 +199,18 @@ class Handoff(Machine[HandoffState, HandoffEvent]):
                 self.last_progress_ns = now_ns
         self._step(HandoffEvent.PROGRESS)
 
+    def computing(self, now_ns: int) -> None:
+        """The source is at work and has nothing to tell yet.
+
+        Raises:
+            RemoteProtocolError: illegal now, or after the final.
+        """
+        self._check(HandoffEvent.PROGRESS, RemoteProtocolError)
+        if self.final:
+            raise RemoteProtocolError(f"{self._name}: computing after the final")
+        self.last_progress_ns = now_ns
+        self._step(HandoffEvent.PROGRESS)
+
     def source_final(self, token: int | None, now_ns: int) -> None:
         """The source-final input is there.
 

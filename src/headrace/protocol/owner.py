@@ -17,7 +17,7 @@ from typing import assert_never
 
 from headrace.errors import LocalProtocolError, Refused, RemoteProtocolError
 from headrace.ids import AttemptId, ImportId, RequestId, SourceId
-from headrace.messages import Failed, Progress, Released, SourceFinal
+from headrace.messages import Computing, Failed, Progress, Released, SourceFinal
 from headrace.protocol.books import (
     DECIDED,
     AttemptMessage,
@@ -129,6 +129,14 @@ class Owner(Books):
         self._fail_stranded(reason, now_ns)
         self._admit(now_ns)
 
+    def forget_source(self, source_id: SourceId) -> bool:
+        """Drop a dead source from the books once all its slots are free; False before that."""
+        source = self._attached(source_id)
+        if not source.dead or source.slots.num_free < len(source.slots):
+            return False
+        del self._sources[source_id]
+        return True
+
     def cancel(
         self, request: RequestId, now_ns: int, reason: str = "cancelled by the caller"
     ) -> bool:
@@ -150,7 +158,7 @@ class Owner(Books):
         handoff = record.handoff
         entry = handoff.end_import(import_id)
         if entry is not None and entry.digest is not None:
-            check_id = self._new_import(handoff, None, entry.digest)
+            check_id = self._new_import(handoff, None, now_ns, entry.digest)
             handoff.begin_digest_check(check_id, entry)
             self._commands.append(CheckDigest(check_id, handoff.attempt, entry.span, entry.digest))
         self._after(handoff, now_ns)
@@ -234,7 +242,7 @@ class Owner(Books):
                 act()
         self._admit(now_ns)
 
-    def begin_imports(self, budget_nbytes: int) -> int:
+    def begin_imports(self, budget_nbytes: int, now_ns: int) -> int:
         """Begin queued imports, nearest to publishing first, until the budget is used.
 
         Returns the bytes begun; one piece may go over a budget above zero.
@@ -246,7 +254,7 @@ class Owner(Books):
                 break
             handoff = min(ready, key=lambda h: h.nearness)
             slot = self._slot_of(handoff)
-            import_id = self._new_import(handoff, slot)
+            import_id = self._new_import(handoff, slot, now_ns)
             piece, nbytes = handoff.begin_import(import_id)
             slot.begin_read(import_id)
             begun += nbytes
@@ -329,13 +337,15 @@ class Owner(Books):
         slot.writer_back()
 
     def _tell(
-        self, handoff: Handoff, message: Progress | SourceFinal | Failed, now_ns: int
+        self, handoff: Handoff, message: Computing | Progress | SourceFinal | Failed, now_ns: int
     ) -> None:
         try:
             match message:
                 case Progress():
                     chunk = self.limits.chunk_nbytes
                     handoff.progress(message.spans, message.digests, chunk, now_ns)
+                case Computing():
+                    handoff.computing(now_ns)
                 case SourceFinal():
                     token = message.token if message.first == "token" else None
                     handoff.source_final(token, now_ns)
@@ -416,11 +426,18 @@ class Owner(Books):
             if handoff.lease is not None and not handoff.final:
                 due_ns = handoff.last_progress_ns + self.limits.progress_timeout_ns
                 yield due_ns, fail(handoff, "the source made no progress in time")
+        for import_id, record in self._imports.items():
+            due_ns = record.begun_ns + self.limits.drain_timeout_ns
+            yield due_ns, partial(self._give_up, import_id, now_ns)
         for source_id, source in self._sources.items():
             for slot in source.slots:
                 if slot.state is SlotState.DRAINING:
                     due_ns = slot.draining_since_ns + self.limits.drain_timeout_ns
                     yield due_ns, partial(self._quarantine, source_id, slot)
+
+    def _give_up(self, import_id: ImportId, now_ns: int) -> None:
+        if import_id in self._imports:
+            self.import_failed(import_id, "an import was not fenced in time", now_ns)
 
     def _quarantine(self, source_id: SourceId, slot: Slot) -> None:
         slot.deadline()

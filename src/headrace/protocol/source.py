@@ -3,6 +3,7 @@
 An attempt goes IDLE, RUNNING, DONE, or by way of CANCELLING when the owner withdraws it. While it
 runs, the engine commits spans: each is checked against the plan and against all earlier ones here,
 in the process that made it, so that an engine's bug raises where it is and never reaches the owner.
+After such a bug the attempt can only fail: what lies in the slot is no longer what was told.
 
 Announcing never blocks an engine. At most MAX_PROGRESS messages of an attempt may be unread, which
 the socket is sized for. How many spans the request's cuts will come to is known, so they are merged
@@ -23,6 +24,7 @@ from headrace.ids import Span
 from headrace.messages import (
     MAX_PROGRESS,
     MAX_SPANS,
+    Computing,
     Failed,
     Prefill,
     Progress,
@@ -53,6 +55,7 @@ class SourceEvent(Enum):
 _S, _E = SourceState, SourceEvent
 
 _EVEN_MESSAGES = MAX_PROGRESS * 3 // 4
+HEARTBEAT_NS = 5 * 10**9  # between two words of an engine that only computes
 MOST_SPANS = _EVEN_MESSAGES * MAX_SPANS  # a request that is cut finer is refused before it starts
 
 _CLOSING = 2  # messages of an attempt beside its progress: SourceFinal or Failed, and Released
@@ -84,6 +87,8 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         self._begun_ns = 0
         self._num_sent = 0
         self._ended = False
+        self._broken = ""
+        self._last_word_ns = 0
         self._stride = min(MAX_SPANS, -(-expected_spans(prefill, plan) // _EVEN_MESSAGES))
 
     def start(self, now_ns: int) -> None:
@@ -91,6 +96,7 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         self._check(SourceEvent.START)
         self._begun_ns = now_ns
         self._prefill_begun_ns = now_ns
+        self._last_word_ns = now_ns
         self._step(SourceEvent.START)
 
     def cancel(self) -> None:
@@ -112,6 +118,33 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         self._check(SourceEvent.COMMIT)
         if self._ended:
             raise LocalProtocolError(f"{self._name}: the final was given already")
+        if self._broken:
+            raise LocalProtocolError(self._broken)
+
+    def check_writable(self, spans: Sequence[Span]) -> None:
+        """Check that cells may be handed out for writing: none of them was told before.
+
+        Raises:
+            Cancelled: the attempt was cancelled.
+            LocalProtocolError: a cell was told, or is outside the plan; the attempt is broken.
+        """
+        self.check_running()
+        try:
+            self._coverage.check(spans)
+        except RemoteProtocolError as exc:
+            raise self._break(f"the engine would write {exc}") from exc
+
+    def computing(self, now_ns: int) -> list[Computing]:
+        """The engine is at work; returns what to send, at most once in HEARTBEAT_NS.
+
+        Raises:
+            Cancelled: the attempt was cancelled.
+        """
+        self.check_running()
+        if now_ns - self._last_word_ns < HEARTBEAT_NS:
+            return []
+        self._last_word_ns = now_ns
+        return [Computing(self.prefill.attempt, self.prefill.slot, self.prefill.generation)]
 
     def commit(self, spans: Sequence[Span], digests: Sequence[int], now_ns: int) -> list[Progress]:
         """The cells of `spans` lie in the slot; returns what to send now, perhaps nothing yet.
@@ -136,7 +169,7 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         try:
             self._coverage.add(spans)
         except RemoteProtocolError as exc:
-            raise LocalProtocolError(f"{self._name}: the engine committed {exc}") from exc
+            raise self._break(f"the engine committed {exc}") from exc
         self._step(SourceEvent.COMMIT)
         self._held += spans
         self._digests += digests
@@ -189,6 +222,10 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         self._step(SourceEvent.RETURN)
         return Released(self.prefill.attempt, self.prefill.slot, self.prefill.generation)
 
+    def _break(self, text: str) -> LocalProtocolError:
+        self._broken = f"{self._name}: {text}"
+        return LocalProtocolError(self._broken)
+
     def _spans_to_wait_for(self) -> int:
         return self._stride if self._num_sent < _EVEN_MESSAGES else MAX_SPANS
 
@@ -210,6 +247,8 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
             )
         del self._held[:count], self._digests[:count]
         self._num_sent += len(out)
+        if out:
+            self._last_word_ns = now_ns
         if out and not self._held:
             self._begun_ns = now_ns
         return out

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from headrace.backends.base import Decoder, Entry, Reservation
 from headrace.errors import LocalProtocolError
 from headrace.ids import AttemptId, Span
-from headrace.messages import Failed, Interval, Measured, Progress, Released, SourceFinal
+from headrace.messages import Interval, Measured, Progress, SourceFinal
 from headrace.plan import Plan
+from headrace.protocol.books import AttemptMessage
 from headrace.runtime.requests import Request
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ class Active:
         self._last_group_nbytes = 0
         self._num_spans = 0
         self._num_groups = 0
-        self._decode_in_the_way_ns = 0
+        self._steps: deque[tuple[int, int]] = deque(maxlen=64)  # of others, the last before publish
 
     @property
     def the_plan(self) -> Plan:
@@ -70,7 +72,7 @@ class Active:
         """The prompt as little-endian u32 ids."""
         return memoryview(self._prompt).cast("B")
 
-    def heard(self, message: Progress | SourceFinal | Failed | Released) -> None:
+    def heard(self, message: AttemptMessage) -> None:
         """Note what the source told, for the record only."""
         if isinstance(message, Progress) and self.plan is not None:
             nbytes = sum(self.plan.span_nbytes(span) for span in message.spans)
@@ -97,10 +99,10 @@ class Active:
         if request.on_progress is not None:
             self._call(request.on_progress, piece, self._nbytes_imported, self.the_plan.nbytes)
 
-    def decoded_meanwhile(self, duration_ns: int) -> None:
-        """The owner decoded for others; counts while this request waits to be published."""
-        if self._source_final_ns and not self._published_ns:
-            self._decode_in_the_way_ns += duration_ns
+    def decoded_meanwhile(self, begun_ns: int, ended_ns: int) -> None:
+        """The owner decoded for others; what of it stood in the way is known at publishing."""
+        if not self._published_ns:
+            self._steps.append((begun_ns, ended_ns))
 
     def published(self, entry: Entry) -> None:
         """The entry is visible."""
@@ -173,5 +175,8 @@ class Active:
             spans=self._num_spans,
             groups=self._num_groups,
             imports=len(self._imports),
-            decode_in_the_way_ns=self._decode_in_the_way_ns,
+            decode_in_the_way_ns=sum(
+                max(0, min(ended_ns, self._published_ns) - max(begun_ns, final_ns))
+                for begun_ns, ended_ns in self._steps
+            ),
         )

@@ -23,5 +23,7 @@ class OwnerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     num_slots: int = 2
     prefetch_depth: int = 1
     start_timeout_s: float = 600.0
+    progress_timeout_s: float = 600.0
+    drain_timeout_s: float = 120.0
     log_level: str = "WARNING"
     log_json: bool = False

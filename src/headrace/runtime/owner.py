@@ -26,6 +26,7 @@ from headrace.errors import (
 from headrace.geometry import Manifest
 from headrace.ids import AttemptId, SourceId, Span
 from headrace.messages import (
+    Computing,
     Failed,
     Progress,
     Released,
@@ -40,7 +41,7 @@ from headrace.protocol.source import MOST_SPANS, expected_spans
 from headrace.runtime.active import Active
 from headrace.runtime.requests import Request, RequestOptions
 from headrace.runtime.shell import Shell, grant
-from headrace.runtime.worker import SourceHandle
+from headrace.runtime.worker import MESSAGES_PER_ATTEMPT, SourceHandle
 
 IDLE_BUDGET_NBYTES = 64 << 20  # imported in one turn when nobody decodes
 SHARED_BUDGET_NBYTES = 8 << 20  # imported in one turn between two decode steps
@@ -70,13 +71,15 @@ class DecoderOwner(Shell):
         prefetch_depth: int = 1,
         chunk_nbytes: int = 8 << 20,
         progress_timeout_s: float = 600.0,
-        drain_timeout_s: float = 30.0,
+        drain_timeout_s: float = 120.0,
         budget_nbytes: int | None = None,
     ) -> None:
         """`context`: the longest prompt plus its tokens, in positions, that a lane holds.
 
-        `budget_nbytes`: imported in one turn at most; by default 64 MiB, and 8 MiB between two
-        decode steps. A caller that decodes by itself sets what its own steps can spare.
+        `progress_timeout_s`: how long a running source may be silent. `drain_timeout_s`: how long
+        one may keep a slot that is no longer wanted before it is ended, and how long an import may
+        take to be fenced. `budget_nbytes`: imported in one turn at most; by default 64 MiB, and 8
+        MiB between two decode steps. A caller that decodes by itself sets what its steps can spare.
 
         Raises:
             Refused: the decoder has no ordered, fenceable copy.
@@ -96,6 +99,8 @@ class DecoderOwner(Shell):
         super().__init__(Owner(next(_epochs), limits), decoder)
         self._selector = selectors.DefaultSelector()
         self._closed = False
+        self._dead: set[SourceId] = set()
+        self._next_source = 0
         self._budget_nbytes = budget_nbytes
 
     # What a caller does.
@@ -107,7 +112,8 @@ class DecoderOwner(Shell):
             Refused: it does not fit this decoder. PeerDied: it died.
         """
         handle.attach(self._manifest, self.context, self._machine.epoch)
-        source = SourceId(len(self._handles))
+        source = SourceId(self._next_source)
+        self._next_source += 1
         layout = handle.layout
 
         @lru_cache(maxsize=64)
@@ -192,10 +198,13 @@ class DecoderOwner(Shell):
         self._poll_fences()
         budget = SHARED_BUDGET_NBYTES if self._decoding else IDLE_BUDGET_NBYTES
         budget = self._budget_nbytes or budget
-        if len(self._flights) < MAX_FLIGHTS and self._machine.begin_imports(budget):
+        if len(self._flights) < MAX_FLIGHTS and self._machine.begin_imports(
+            budget, time.monotonic_ns()
+        ):
             self._run_commands()
         if self._decoding:
             self._decode()
+        self._let_go()
 
     def fileno(self) -> int:
         """A descriptor that is readable when a turn has something to take in.
@@ -285,25 +294,31 @@ class DecoderOwner(Shell):
     # What comes in.
 
     def _receive(self, source: SourceId) -> None:
+        """Take in what a source told: in one turn no more than one attempt may have queued."""
+        for _ in range(MESSAGES_PER_ATTEMPT):
+            if not self._receive_one(source):
+                return
+
+    def _receive_one(self, source: SourceId) -> bool:
         handle = self._handles[source]
-        while True:
-            try:
-                message = handle.receive()
-            except WouldBlock:
-                return
-            except PeerDied:
-                self._hung_up(handle)
-                return
-            except RemoteProtocolError as exc:
-                self._machine.dropped["undecodable"] += 1
-                self._fail_running(source, str(exc))
-                continue
-            if not isinstance(message, Progress | SourceFinal | Failed | Released):
-                self._machine.dropped["unexpected"] += 1
-                continue
-            if isinstance(message, SourceFinal):
-                message = self._checked_final(handle.manifest, message)
+        try:
+            message = handle.receive()
+        except WouldBlock:
+            return False
+        except PeerDied:
+            self._hung_up(handle)
+            return False
+        except RemoteProtocolError as exc:
+            self._machine.dropped["undecodable"] += 1
+            self._fail_running(source, str(exc))
+            return True
+        if isinstance(message, SourceFinal):
+            message = self._checked_final(handle.manifest, message)
+        if isinstance(message, Computing | Progress | SourceFinal | Failed | Released):
             self._tell(source, message)
+        else:
+            self._machine.dropped["unexpected"] += 1
+        return True
 
     def _tell(self, source: SourceId, message: AttemptMessage) -> None:
         active = self._active.get(message.attempt)
@@ -343,16 +358,27 @@ class DecoderOwner(Shell):
         if not handle.died():
             return
         self.unwatch(handle.death_fd)
-        self._receive(source)  # what it said before it died still counts
+        while self._receive_one(source):
+            pass  # what it said before it died still counts; no more can come
         if handle.channel_fd in self._selector.get_map():
             self.unwatch(handle.channel_fd)  # a process that it forked may hold the other end
         _log.info("%s", handle.exit_text())
         self._machine.source_died(source, handle.exit_text(), time.monotonic_ns())
+        self._dead.add(source)
         self._run_commands()
+
+    def _let_go(self) -> None:
+        """Close what dead sources held, once nothing reads their slots."""
+        for source in sorted(self._dead):
+            if self._machine.forget_source(source):
+                self._dead.remove(source)
+                self._handles.pop(source).close(0.0)
+                del self._plans[source]
+                self._granted.pop(source, None)
 
     def _check(self, tokens: Sequence[int], options: RequestOptions) -> None:
         for handle in self._handles.values():
-            options.check(handle.manifest)
+            options.check(handle.manifest, self._manifest)
         vocab_size = self._manifest.vocab_size
         if any(not 0 <= token < vocab_size for token in tokens):
             raise Refused(f"a token id is outside [0, {vocab_size})", field="prompt")

@@ -97,6 +97,9 @@ class OwnerProcess:
                 message, descriptors = self._channel.receive()
             except WouldBlock:
                 return
+            except RemoteProtocolError as exc:
+                _log.error("the router sent what is no message: %s", exc)
+                continue
             match message:
                 case Submit():
                     self._submit(message, descriptors)
@@ -115,8 +118,9 @@ class OwnerProcess:
         try:
             tokens = _read_prompt(descriptors, submit.num_tokens)
             request = self._owner.submit(tokens, options_of(submit), on_token=on_token)
-        except Refused as exc:
-            reason, field = travelling_text(str(exc)), exc.field or "request"
+        except (Refused, RemoteProtocolError) as exc:
+            named = exc.field if isinstance(exc, Refused) else ""
+            reason, field = travelling_text(str(exc)), named or "request"
             self._outbox.append(Ended(label, "failed", reason, field, None, "", ()))
         else:
             self._running[label] = request
@@ -209,7 +213,13 @@ def _serve(channel: RouterChannel, config: OwnerConfig) -> None:
     handle.start()  # it loads while this process loads the decoder
     try:
         decoder = _open_decoder(config, handle)
-        owner = DecoderOwner(decoder, context=config.context, prefetch_depth=config.prefetch_depth)
+        owner = DecoderOwner(
+            decoder,
+            context=config.context,
+            prefetch_depth=config.prefetch_depth,
+            progress_timeout_s=config.progress_timeout_s,
+            drain_timeout_s=config.drain_timeout_s,
+        )
     except BaseException:
         handle.close()
         raise

@@ -103,14 +103,21 @@ class SubprocessPrefillWorker:
         self._ready: Future[Manifest] = Future()
         self._thread = threading.Thread(target=self._serve, name="headrace-worker", daemon=True)
         self._closed = False
+        self._serving = False
+        self._lock = threading.Lock()  # between callers and the thread: its queue and its end
 
     def start(self) -> Manifest:
         """Spawn the source and wait until it can serve; returns its manifest.
 
         Raises:
             Refused: the engine, its options or the machine do not allow it. PeerDied: it died.
+            Closed: the worker was closed.
         """
-        self._thread.start()
+        with self._lock:
+            if self._closed:
+                raise Closed("the worker was closed")
+            self._serving = True
+            self._thread.start()
         try:
             return self._ready.result()
         except BaseException:
@@ -130,27 +137,31 @@ class SubprocessPrefillWorker:
         By default the whole route is taken. `on_progress(span, arrived, total)` is called from the
         worker's thread with the cells that arrived last and bytes of KV so far.
         """
-        if self._closed or not self._thread.is_alive():
-            raise Closed("the worker is closed or was not started")
         asked = options or RequestOptions()
         held = replace(asked, hold=True, max_tokens=0)
         future: Future[PrefillResult] = Future()
-        self._put(_Call(tokens, held, on_progress, future))
+        if not self._put(_Call(tokens, held, on_progress, future)):
+            raise Closed("the worker is closed or was not started")
         future.add_done_callback(self._cancelled)
         return future
 
     def close(self) -> None:
-        """End what runs, then the source and the thread. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._thread.is_alive():
-            if not self._ready.done():
-                with suppress(Closed):  # not even spawned: then the thread sees `_closed`
-                    self._handle.kill()  # still loading: it hears nothing before it is done
-            self._put(None)
+        """End what runs, then the source and the thread. Idempotent.
+
+        From a callback it asks for the end and returns; the thread then ends by itself.
+        """
+        with self._lock:
+            asked, self._closed = self._closed, True
+            if self._serving:
+                self._calls.put(None)
+                os.eventfd_write(self._wake, 1)
+        if not asked and not self._ready.done():
+            with suppress(Closed):  # not even spawned: then the thread sees `_closed`
+                self._handle.kill()  # still loading: it hears nothing before it is done
+        if self._thread.ident is None and not asked:
+            os.close(self._wake)  # never started: no thread will do it
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
-        os.close(self._wake)
 
     def __enter__(self) -> Self:
         self.start()
@@ -164,13 +175,18 @@ class SubprocessPrefillWorker:
     ) -> None:
         self.close()
 
-    def _put(self, call: _Call | Future[PrefillResult] | None) -> None:
-        self._calls.put(call)
-        os.eventfd_write(self._wake, 1)
+    def _put(self, call: _Call | Future[PrefillResult]) -> bool:
+        """Hand a call to the thread; False if it takes none any more."""
+        with self._lock:
+            if self._closed or not self._serving:
+                return False
+            self._calls.put(call)
+            os.eventfd_write(self._wake, 1)
+            return True
 
     def _cancelled(self, future: Future[PrefillResult]) -> None:
-        if future.cancelled() and not self._closed:
-            self._put(future)
+        if future.cancelled():
+            self._put(future)  # False: the thread's end has failed or will fail it
 
     # The worker's thread.
 
@@ -196,11 +212,14 @@ class SubprocessPrefillWorker:
                 return
             raise
         finally:
+            with self._lock:
+                self._serving = False
             self._fail_all()
             if owner is None:
                 self._handle.close()
             else:
                 owner.close()
+            os.close(self._wake)
 
     def _fail_all(self) -> None:
         """No Future is left open, whether its call was taken or still queued."""

@@ -11,7 +11,8 @@ from headrace.geometry import MAX_POSITIONS, Emission, Manifest
 from headrace.ids import RequestId, Span
 from headrace.messages import Interval, Measured, Route, Sampling
 
-ROUTES = ("whole", "chunked", "streamed")
+ROUTES: tuple[Route, ...] = ("whole", "chunked", "streamed")
+DIGEST = "crc32"  # the one algorithm that runs; another is agreed on only when it is built
 EMISSIONS = ("layers", "cache_groups")
 MAX_DEADLINE_S = 1e9  # 30 years; beyond it, ns no longer fit the clock's arithmetic
 
@@ -42,8 +43,8 @@ class RequestOptions:
     deadline_s: float | None = None
     hold: bool = False
 
-    def check(self, source: Manifest) -> None:
-        """Refuse what makes no sense, or what this source cannot do, by the option's name."""
+    def check(self, source: Manifest, decoder: Manifest) -> None:
+        """Refuse what makes no sense, or what this pair cannot do, by the option's name."""
         if self.route not in ROUTES:
             raise Refused(f"route {self.route!r} is not one of {', '.join(ROUTES)}", field="route")
         for name in ("group_layers", "chunk", "prefill_chunk", "max_tokens"):
@@ -68,8 +69,11 @@ class RequestOptions:
                 f"this source gives whole results only and cannot serve route {self.route!r}",
                 field="route",
             )
-        if self.route == "streamed" and self.emission not in source.emits:
-            raise Refused(f"this source does not emit by {self.emission}", field="emission")
+        for side, manifest in (("source", source), ("decoder", decoder)):
+            if self.route == "streamed" and self.emission not in manifest.emits:
+                raise Refused(f"this {side} does not take {self.emission}", field="emission")
+            if self.digest and DIGEST not in manifest.digests:
+                raise Refused(f"this {side} has no {DIGEST} digests", field="digest")
         if source.first == "token" and (self.sampling.temperature > 0 or self.audit):
             asked = "temperature" if self.sampling.temperature > 0 else "audit"
             raise Refused(

@@ -58,6 +58,7 @@ class OwnerClient:
         self._config = config
         self._channel: Channel[ToOwner, FromOwner] | None = None
         self._child: ChildProcess | None = None
+        self._up = False
         self._next_label = 0
         self._inbox: dict[int, deque[FromOwner]] = {}  # ends with each request's `Ended`
 
@@ -86,6 +87,7 @@ class OwnerClient:
         message = self._next()
         if not isinstance(message, Up):
             raise RemoteProtocolError(f"the owner began with {type(message).__name__}")
+        self._up = True
         return message
 
     def submit(self, tokens: Sequence[int], options: RequestOptions) -> int:
@@ -139,8 +141,14 @@ class OwnerClient:
                 return RouteResult(tokens, message, lanes["source"], lanes["owner"])
 
     def close(self, grace_s: float = 10.0) -> None:
-        """Ask the owner to end, wait, then make sure. Idempotent."""
-        if self._channel is not None:
+        """Ask the owner to end, wait, then make sure. Idempotent.
+
+        An owner that is still loading would not hear the message, and has nothing to end in good
+        order: it is killed at once, and its source dies with it.
+        """
+        if not self._up:
+            grace_s = 0.0
+        elif self._channel is not None:
             try:
                 self._channel.send(Shutdown())
             except HeadraceError:  # gone, closed or clogged: end it at once

@@ -171,7 +171,8 @@ class Shell:
 
     def _poll_fences(self) -> None:
         for import_id, flight in list(self._flights.items()):
-            if self._landed(import_id, flight):
+            given_up = not self._machine.is_in_flight(import_id)  # its storage is set apart
+            if given_up or self._landed(import_id, flight):
                 del self._flights[import_id]
         self._run_commands()
 
@@ -264,7 +265,7 @@ class Shell:
             return
         self._decoding.rotate(-1)
         for other in self._active.values():
-            other.decoded_meanwhile(time.monotonic_ns() - begun_ns)
+            other.decoded_meanwhile(begun_ns, time.monotonic_ns())
         last = active.take(token)
         if not self._ended_by_callback(active) and last:
             self._finish(active, "finished", "")

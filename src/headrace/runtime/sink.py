@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from headrace.backends.base import Cells
-from headrace.errors import LocalProtocolError
+from headrace.errors import LocalProtocolError, WouldBlock
 from headrace.ids import Span
 from headrace.messages import FromSource
 from headrace.protocol.source import SourceAttempt
@@ -33,9 +33,19 @@ class SlotSink:
         self._send = send
         self._poll = poll
 
+    def check(self) -> None:
+        """Say that the engine is at work; raises Cancelled once the attempt is withdrawn."""
+        self._poll()
+        for message in self._attempt.computing(time.monotonic_ns()):
+            try:
+                self._send(message)
+            except WouldBlock:
+                return  # the owner has not read for long; what must arrive has room of its own
+
     def write(self, *spans: Span) -> SlotWriter:
         """A writer for the cells of `spans`; raises Cancelled once the attempt is withdrawn."""
-        self._check()
+        self._poll()
+        self._attempt.check_writable(spans)
         return SlotWriter(self, spans)
 
     def final(

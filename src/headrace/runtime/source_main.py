@@ -39,7 +39,7 @@ from headrace.messages import (
     encode,
     travelling_text,
 )
-from headrace.plan import TOKEN_NBYTES, Plan, compile_plan
+from headrace.plan import TOKEN_NBYTES, Plan, compile_plan, slot_layout
 from headrace.process import die_with_parent
 from headrace.protocol.source import SourceAttempt
 from headrace.runtime.sink import SlotSink
@@ -68,6 +68,9 @@ class SourceProcess:
         if not isinstance(hello, Hello) or len(descriptors) != 1:
             raise Refused("the owner did not begin with a hello and one descriptor")
         layout = agree(manifest, hello.decoder)
+        expected = slot_layout(hello.decoder, hello.context).nbytes
+        if hello.slot_nbytes != expected:
+            raise Refused(f"slots of {hello.slot_nbytes} bytes, the plan has {expected}")
         slab = Slab.attach(descriptors[0], hello.num_slots * hello.slot_nbytes)
         try:
             self._channel.send(Attached(hello.epoch))
@@ -75,6 +78,8 @@ class SourceProcess:
                 message, _ = self._next()
                 if isinstance(message, Prefill):
                     plan = compile_plan(hello.decoder, layout, message.num_tokens, hello.context)
+                    if message.slot >= hello.num_slots:
+                        raise Refused(f"slot {message.slot} of {hello.num_slots}")
                     begin = message.slot * hello.slot_nbytes
                     self._prefill(message, plan, slab.view[begin : begin + hello.slot_nbytes])
                 elif isinstance(message, Shutdown):

@@ -48,7 +48,7 @@ _M = TypeVar("_M", bound=FromSource)
 
 SOURCE_MODULE = "headrace.runtime.source_main"
 IMPORT_TIMEOUT_S = 60.0
-MESSAGES_PER_ATTEMPT = MAX_PROGRESS + 3  # its final or failure, its release, and one to spare
+MESSAGES_PER_ATTEMPT = MAX_PROGRESS + 35  # its final, its release, and words of one that computes
 
 
 class SourceHandle:

@@ -34,7 +34,8 @@ class PrefillEngineConformance:
     """Checks of one prefill engine.
 
     context: of the plans. lengths: prompts tried. group_sizes, chunks, prefill_chunks: cuttings
-    tried. starts: whether the engine serves `start` > 0.
+    tried. starts: whether the engine serves `start` > 0. checks: whether it calls `sink.check` in
+    each layer, which only an engine that computes all layers in one foreign call cannot.
     """
 
     context: ClassVar[int] = 64
@@ -43,6 +44,7 @@ class PrefillEngineConformance:
     chunks: ClassVar[Sequence[int]] = (0, 7)
     prefill_chunks: ClassVar[Sequence[int]] = (0, 9)
     starts: ClassVar[bool] = True
+    checks: ClassVar[bool] = True
 
     def make_engine(self) -> PrefillEngine:
         """The engine under test; made once per class."""
@@ -156,6 +158,30 @@ class PrefillEngineConformance:
                     raise AssertionError(f"{case}: a cancel at call {at} was swallowed")
                 require(not sink.ended, f"{case}: a final after the cancel at call {at}")
             require(_result(self._run(case)) == _result(wanted), f"{case}: differs after cancels")
+
+    def test_it_says_in_each_layer_that_it_is_at_work(self) -> None:
+        """So a cancel reaches it within one layer, also before it has anything to write."""
+        for case in self._cases((self.lengths[-1],)):
+            sink = MemorySink(self._plan(case.num_tokens), case, cancel_at=0)
+            try:
+                self.engine.prefill_stream(self.make_tokens(case.num_tokens), sink)
+            except Cancelled:
+                pass
+            else:
+                raise AssertionError(f"{case}: it never heard that it was withdrawn")
+            require(sink.num_refused == 1, f"{case}: it went on after a call said Cancelled")
+            if not self.checks:
+                continue
+            calls = self._run(case).calls
+            num_layers = len({layer for layer, part in sink.regions()})
+            early = 1 if case.route == "streamed" else num_layers  # before the first cells are told
+            for least, until in ((early, calls.index("commit")), (num_layers, len(calls))):
+                num_checks = calls[:until].count("check")
+                require(
+                    num_checks >= least,
+                    f"{case}: {num_checks} of its first {until} calls are of check, at least "
+                    f"{least} should be",
+                )
 
     def test_it_can_start_late(self) -> None:
         """`start` > 0 asks for positions [start, n) only; their bytes are the same."""

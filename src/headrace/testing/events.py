@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
 from headrace.ids import AttemptId, Generation, ImportId, RequestId, SlotIndex, SourceId, Span
-from headrace.messages import Failed, Progress, Released, SourceFinal
+from headrace.messages import Computing, Failed, Progress, Released, SourceFinal
 from headrace.protocol.commands import Free, Outcome, Publish, Reserve
 from headrace.testing.instances import DIGEST, EPOCH, Instance
 from headrace.testing.ledger import Account, AttemptMessage, Ledger
@@ -72,6 +72,12 @@ class Die(NamedTuple):
     source: SourceId
 
 
+class Forget(NamedTuple):
+    """The shell drops a source; nothing changes unless it is dead and all its slots are free."""
+
+    source: SourceId
+
+
 class Tick(NamedTuple):
     """Time passes, and the timer fires."""
 
@@ -87,7 +93,13 @@ class Misuse(NamedTuple):
     """A call that the shell must not make; it raises and leaves no trace."""
 
     call: Literal[
-        "import_done", "digest_checked", "published", "retire", "add_source", "reserve_refused"
+        "import_done",
+        "digest_checked",
+        "published",
+        "retire",
+        "add_source",
+        "forget_source",
+        "reserve_refused",
     ]
     subject: ImportId | AttemptId | RequestId | SourceId
 
@@ -102,6 +114,7 @@ Event: TypeAlias = (
     | Retire
     | Cancel
     | Die
+    | Forget
     | Tick
     | Outrun
     | Misuse
@@ -151,12 +164,19 @@ def events(instance: Instance, ledger: Ledger, unanswered: tuple[Request, ...]) 
     for at in range(len(instance.slots)):
         if instance.deaths and at not in ledger.dead:
             yield Die(SourceId(at))
+        if instance.deaths and at not in ledger.forgotten:
+            yield Forget(SourceId(at))
     if instance.ticks:
         yield Tick()
     if instance.malice:
         yield Misuse("import_done", ImportId(1 << 20))
         yield Misuse("digest_checked", ImportId(1 << 20))
-        yield Misuse("add_source", SourceId(0))
+        for at in range(len(instance.slots)):
+            known = at not in ledger.forgotten
+            yield Misuse("add_source" if known else "forget_source", SourceId(at))
+        for slot in ledger.slots.values():
+            for given_up in slot.readers - ledger.tickets.keys():
+                yield Misuse("import_done", given_up)
 
 
 def _events_of(
@@ -176,12 +196,13 @@ def _events_of(
         if decided or account.flights or not account.storage:
             yield Misuse("reserve_refused", attempt)
     if account.place is None:
-        if instance.malice:
+        if instance.malice and SourceId(0) not in ledger.forgotten:
             yield Tell(SourceId(0), _progress(attempt, 0, 0, instance.spans[:1]), good=False)
+            yield Tell(SourceId(0), Computing(attempt, 0, 0), good=False)
             yield Tell(SourceId(0), Released(attempt, 0, 0), good=False)
         return
     source = account.place[0]
-    if source in ledger.dead and not instance.malice:
+    if source in (ledger.forgotten if instance.malice else ledger.dead):
         return
     for message, good in _messages(instance, ledger, attempt, account):
         yield Tell(source, message, good)
@@ -195,6 +216,7 @@ def _events_of(
                 _, index = account.place
                 for theirs in (
                     _progress(attempt, index, account.generation, instance.spans[:1]),
+                    Computing(attempt, index, account.generation),
                     Released(attempt, index, account.generation),
                 ):
                     yield Tell(SourceId(other), theirs, good=False)
@@ -215,6 +237,8 @@ def _messages(
         if (telling and fresh) or instance.malice or not cells:
             message = _progress(attempt, slot, generation, (span,), digests)
             yield message, telling and fresh
+    if instance.malice or telling:
+        yield Computing(attempt, slot, generation), telling
     complete = account.told == ledger.terms.transfer_set
     if instance.malice or (telling and complete):
         first: Literal["logits", "token"] = "token" if instance.digest else "logits"
@@ -247,9 +271,11 @@ def _malformed(
         yield _progress(attempt, slot, generation, first, (DIGEST, DIGEST))
     for stale in (generation - 1, generation + 1):
         yield _progress(attempt, slot, stale, first)
+        yield Computing(attempt, slot, stale)
         yield Released(attempt, slot, stale)
     for other in {*range(instance.slots[source]), 99} - {slot}:
         yield _progress(attempt, other, generation, first)
+        yield Computing(attempt, other, generation)
         yield SourceFinal(attempt, other, generation, "logits", 0, 0, 0)
         yield Released(attempt, other, generation)
     for unknown in (
@@ -258,6 +284,7 @@ def _malformed(
         AttemptId(EPOCH - 1, attempt.counter, 1),
     ):
         yield _progress(unknown, slot, generation, first)
+        yield Computing(unknown, slot, generation)
         yield Released(unknown, slot, generation)
 
 

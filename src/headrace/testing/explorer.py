@@ -9,7 +9,7 @@ That every run ends is checked on the same graph. A good event is one that a sou
 caller brings without a fault, a cancel or a deadline. The graph of the good events that change
 something has no cycle, and where it ends, everything has ended: every request decided, every lane
 and slot free or set apart. One wait is left to the clock: that for a slot whose read token never
-comes back, up to its drain deadline.
+comes back (the import was given up, or the device failed it), up to its drain deadline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from headrace.ids import AttemptId, RequestId
-from headrace.messages import Failed, Progress, Released, SourceFinal
+from headrace.messages import Computing, Failed, Progress, Released, SourceFinal
 from headrace.plan import Plan
 from headrace.protocol import handoff
 from headrace.protocol.commands import Outcome
@@ -223,7 +223,7 @@ def _shared_fact(number: int) -> object:
     return _Snapshots._shared[number]
 
 
-def _told(message: Progress | SourceFinal | Failed | Released) -> str:
+def _told(message: Computing | Progress | SourceFinal | Failed | Released) -> str:
     if not isinstance(message, Progress):
         return type(message).__name__.lower()
     digests = f" digests {message.digests}" if message.digests else ""

@@ -33,6 +33,7 @@ _HANDOFF: Final = (
     "last_progress_ns quarantine_reason _plan _claimed _landed _queue _flights _queued_nbytes "
     "_num_progress"
 )
+_IMPORT: Final = "handoff slot begun_ns expected"
 _SOURCE: Final = "slots plan_for running ending dead"
 _SLOT: Final = "state _name index generation holder writer_out readers draining_since_ns"
 _COVERAGE: Final = "_windows _num_positions _have _open"
@@ -45,6 +46,8 @@ def check_complete(owner: Owner) -> None:
     for entry in owner._requests.values():
         _same(entry.handoff, _HANDOFF)
         _same(entry.handoff._claimed, _COVERAGE)
+    for record in owner._imports.values():
+        _same(record, _IMPORT)
     for source in owner._sources.values():
         _same(source, _SOURCE)
         for slot in source.slots:
@@ -70,7 +73,10 @@ def _owner_key(owner: Owner, bound: int, now_ns: int) -> Hashable:
         handoff = entry.handoff
         for import_id, flight in handoff._flights.items():
             record = owner._imports.get(import_id)
-            of = None if record is None else (record.handoff.attempt, record.expected)
+            of: Hashable = None
+            if record is not None:
+                age = _age(record.begun_ns, owner.limits.drain_timeout_ns, now_ns)
+                of = (record.handoff.attempt, record.expected, record.slot is None, age)
             span = flight.span_import
             carried[import_id] = (
                 *(handoff.attempt.counter, flight.nbytes, flight.digest_check),
@@ -86,10 +92,10 @@ def _owner_key(owner: Owner, bound: int, now_ns: int) -> Hashable:
     )
     sources = tuple(
         (
-            *(source.dead, source.ending, source.running),
+            *(source_id, source.dead, source.ending, source.running),
             tuple(_slot_key(slot, carried, owner, now_ns) for slot in source.slots),
         )
-        for source in owner._sources.values()
+        for source_id, source in owner._sources.items()
     )
     return (
         handoffs,
@@ -142,7 +148,13 @@ def _ledger_key(ledger: Ledger, bound: int, now_ns: int) -> Hashable:
         (_account_key(account, ledger, now_ns), min(account.num_progress, bound))
         for account in ledger.accounts.values()
     )
-    tickets = sorted((t.attempt.counter, t.cells, t.check) for t in ledger.tickets.values())
+    tickets = sorted(
+        (
+            *(ticket.attempt.counter, ticket.cells, ticket.check),
+            _age(ticket.since_ns, ledger.terms.drain_timeout_ns, now_ns),
+        )
+        for ticket in ledger.tickets.values()
+    )
     slots = tuple(
         (
             slot.holder,
@@ -154,7 +166,7 @@ def _ledger_key(ledger: Ledger, bound: int, now_ns: int) -> Hashable:
         )
         for slot in ledger.slots.values()
     )
-    gone = (frozenset(ledger.dead), frozenset(ledger.doomed))
+    gone = (frozenset(ledger.dead), frozenset(ledger.doomed), frozenset(ledger.forgotten))
     return accounts, slots, tuple(tickets), ledger.lanes_apart, gone
 
 

@@ -17,10 +17,10 @@ from typing import NamedTuple, TypeAlias, assert_never
 from headrace.errors import HeadraceError
 from headrace.geometry import Layer, Sliding
 from headrace.ids import AttemptId, ImportId, SourceId, Span
-from headrace.messages import Failed, Progress, Released, SourceFinal
+from headrace.messages import Computing, Failed, Progress, Released, SourceFinal
 from headrace.protocol.commands import Outcome
 
-AttemptMessage: TypeAlias = Progress | SourceFinal | Failed | Released
+AttemptMessage: TypeAlias = Computing | Progress | SourceFinal | Failed | Released
 Place: TypeAlias = tuple[SourceId, int]
 
 
@@ -89,7 +89,7 @@ class Account:
     """The facts of one attempt."""
 
     deadline_ns: int | None
-    since_ns: int = 0  # of the grant, then of the last cells that were told, then of the final
+    since_ns: int = 0  # of the grant, then of the last cells or word of work, then of the final
     place: Place | None = None
     generation: int = 0
     storage: bool = False
@@ -152,6 +152,7 @@ class Ticket(NamedTuple):
     attempt: AttemptId
     cells: int
     check: bool
+    since_ns: int
 
 
 class Ledger:
@@ -162,6 +163,7 @@ class Ledger:
         self.accounts: dict[AttemptId, Account] = {}  # oldest first
         self.slots: dict[Place, SlotAccount] = {}
         self.dead: set[SourceId] = set()
+        self.forgotten: set[SourceId] = set()  # and dead
         self.doomed: set[SourceId] = set()  # to be killed
         self.tickets: dict[ImportId, Ticket] = {}
         self.lanes_apart = 0
@@ -197,6 +199,8 @@ class Ledger:
                 bounded = account.num_progress < self.terms.max_progress
                 legal = not account.final and stamped and bounded
                 legal = legal and self._fresh(account, spans)
+            case Computing():
+                legal = not account.final
             case SourceFinal():
                 legal = not account.final and account.told == self.terms.transfer_set
             case Failed():
@@ -223,6 +227,8 @@ class Ledger:
                 account.since_ns = now_ns if cells else account.since_ns
                 if cells and message.digests:
                     account.digests += ((cells, message.digests[at]),)
+        elif isinstance(message, Computing):
+            account.since_ns = now_ns
         elif isinstance(message, SourceFinal):
             account.since_ns = now_ns
             account.final = True
@@ -293,8 +299,21 @@ class Ledger:
                     self.decide(slot.holder, Outcome.FAILED, now_ns)
                 self._quiet(place)
 
+    def may_forget(self, source: SourceId) -> bool:
+        """Whether nothing is left of a source: it is dead, and none of its slots is held."""
+        held = [slot for (at, _), slot in self.slots.items() if at == source and slot.holder]
+        return source in self.dead and not held
+
+    def forgot(self, source: SourceId) -> None:
+        self.forgotten.add(source)
+        self.slots = {place: slot for place, slot in self.slots.items() if place[0] != source}
+
     def clock(self, now_ns: int) -> None:
-        """Time passed: note whose deadlines did."""
+        """Time passed: note whose deadlines did.
+
+        An import that was not fenced in time is waited for no longer; what it may still touch is
+        set apart: its storage, and by the read token that stays out, its slot.
+        """
         for place, slot in self.slots.items():
             if slot.ended_ns is None or slot.apart:
                 continue
@@ -308,6 +327,9 @@ class Ledger:
                 late |= account.since_ns + self.terms.progress_timeout_ns <= now_ns
             if late:
                 self.decide(attempt, Outcome.FAILED, now_ns)
+        for import_id, ticket in list(self.tickets.items()):
+            if ticket.since_ns + self.terms.drain_timeout_ns <= now_ns:
+                self.import_ended(import_id, failed=True, now_ns=now_ns)
 
     def strand(self, now_ns: int) -> None:
         """Who waits for what is out of service for good fails."""

@@ -57,9 +57,10 @@ one: a layer beyond the model is accepted
     span.layer_stop <= len(self._windows) => span.layer_stop
 one: a span without positions is accepted
     span.start < span.stop => span.start <= span.stop
-[Coverage.add]
+[Coverage._stage]
 one: a message's spans are not checked against each other
     staged.get(layer, self._have[layer]) => self._have[layer]
+[Coverage.add]
 parked: a layer counts as complete with its first cells
     if intervals[0] == self._windows[layer]: => if intervals:
 hybrid: the transfer set is complete with its first layer
@@ -109,6 +110,14 @@ empty: one progress message too few is taken
     self._num_progress == MAX_PROGRESS => self._num_progress + 1 == MAX_PROGRESS
 empty: progress messages are not counted
     self._num_progress += 1 => pass
+[Handoff.computing]
+parked: computing is taken after the final
+    if self.final: => if False:
+times: computing does not hold the progress deadline off
+    self.last_progress_ns = now_ns => pass
+[Owner._tell]
+one: computing is not heard
+    handoff.computing(now_ns) => pass
 [Handoff.end_import]
 hybrid: a span lands with its first piece
     entry.open_pieces == 0 => True
@@ -167,8 +176,6 @@ one: a quarantined slot is never free again
     QUARANTINED QUIET =>
 one: a quarantined slot loses its writer's token
     QUARANTINED WRITER_BACK =>
-one: a quarantined slot loses its readers' tokens
-    QUARANTINED READ_END =>
 one: nothing is read once the writer is back
     READY READ_BEGIN =>
 one: a returned slot is free while it is held
@@ -217,6 +224,16 @@ one: a failure is ignored
     self._end(handoff, Outcome.FAILED, message.reason, now_ns) => pass
 one: a failure after the final is not malformed
     Failed() if handoff.final: => Failed() if False:
+
+[Owner.forget_source]
+one: a source is forgotten while a slot is out
+     or source.slots.num_free < len(source.slots) =>
+one: a source that lives is forgotten
+    not source.dead or  =>
+one: a source is not forgotten
+    del self._sources[source_id] => pass
+one: a source is forgotten and still counts
+    return True => return False
 
 [Owner.source_died]
 one: a death does not give the write token back
@@ -415,6 +432,36 @@ hybrid: the progress deadline outlives the final
      and not handoff.final =>
 one: the drain deadline is ignored
     if slot.state is SlotState.DRAINING: => if False:
+one: an import is waited for without an end
+    for import_id, record in self._imports.items(): => for import_id, record in ():
+digest: a digest check is waited for without an end
+    yield due_ns, partial(self._give_up, import_id, now_ns) =>
+        if record.slot: yield due_ns, partial(self._give_up, import_id, now_ns)
+one: an import is waited for as long as a source without progress
+    record.begun_ns + self.limits.drain_timeout_ns =>
+        record.begun_ns + self.limits.drain_timeout_ns + self.limits.progress_timeout_ns
+[Books._new_import]
+one: an import's deadline counts from the start of time
+    Import(handoff, slot, now_ns, expected) => Import(handoff, slot, 0, expected)
+[Owner._give_up]
+one: an import that is given up frees its storage
+    self.import_failed(import_id, "an import was not fenced in time", now_ns) =>
+        handoff = self._take_import(import_id).handoff;
+        handoff.end_import(import_id, good=False);
+        handoff.state in DECIDED or self._end(handoff, Outcome.FAILED, "", now_ns);
+        self._after(handoff, now_ns)
+one: an import that is given up gives its read token back
+    self.import_failed(import_id, =>
+        r = self._imports[import_id]; r.slot and r.slot.end_read(import_id);
+        self.import_failed(import_id,
+one: an import that is given up counts as fenced
+    self.import_failed(import_id, "an import was not fenced in time", now_ns) =>
+        self.import_done(import_id, now_ns)
+one: an import that is given up is still waited for
+    self.import_failed(import_id, "an import was not fenced in time", now_ns) =>
+        record = self._imports[import_id];
+        self.import_failed(import_id, "an import was not fenced in time", now_ns);
+        self._imports[import_id] = record
 [Owner._quarantine]
 one: a source that keeps its write token lives on
     self._commands.append(KillSource(source_id, reason)) => pass
@@ -443,6 +490,41 @@ source: commits go on after the end
     if self._ended: => if False:
 source: a cancelled engine goes on
     if self.state is SourceState.CANCELLING: => if False:
+source: a broken attempt may still give its final
+    if self._broken: => if False:
+[SourceAttempt._break]
+source: an engine's fault is forgotten
+    self._broken = f"{self._name}: {text}"\n    return LocalProtocolError(self._broken) =>
+        return LocalProtocolError(text)
+[SourceAttempt.check_writable]
+source: told cells are handed out
+    self._coverage.check(spans) => pass
+source: cells that are handed out count as told
+    self._coverage.check(spans) => self._coverage.add(spans)
+source: handing told cells out does not break the attempt
+    raise self._break(f"the engine would write {exc}") from exc =>
+        raise LocalProtocolError(str(exc)) from exc
+source: cells are handed out after the end
+    self.check_running() => pass
+[SourceAttempt.computing]
+source: an engine at work says nothing
+    self._last_word_ns = now_ns => return []
+source: an engine at work says so at every call
+    if now_ns - self._last_word_ns < HEARTBEAT_NS: => if False:
+source: a word is late
+    < HEARTBEAT_NS => <= HEARTBEAT_NS
+source: a word is not noted
+    self._last_word_ns = now_ns => pass
+source: an engine at work says so after the end
+    self.check_running() => pass
+[SourceAttempt._flush]
+source: spans that are held count as a word
+    if out:\n        self._last_word_ns = now_ns => self._last_word_ns = now_ns
+source: spans that are told do not count as a word
+    self._last_word_ns = now_ns => pass
+[SourceAttempt.start]
+source: the first word counts from the start of time
+    self._last_word_ns = now_ns => self._last_word_ns = -HEARTBEAT_NS
 [SourceAttempt.final]
 source: a final without all cells
     missing is not None => False
@@ -470,7 +552,8 @@ source: a late cancel is an error
 # Bugs that change nothing, since another condition stands behind: they survive and do not count.
 # The coverage that landed is complete only after the last fence and digest; SEALED is reached only
 # with the final; the final is refused until every cell was told; what fails an import ends its
-# hand-off in the same call; no import begins in DRAINING.
+# hand-off in the same call; no import begins in DRAINING. An import is given up no later than its
+# slot is quarantined, and then its read token never comes back.
 _SHIELDED: Final = r"""
 [Handoff.publishable]
 digest: publish ignores what is in flight
@@ -489,6 +572,9 @@ digest: a wrong digest lands
 [Handoff.end]
 digest: an end keeps the queue
     self._queue.clear() => pass
+[Slot.TABLE]
+one: a quarantined slot loses its readers' tokens
+    QUARANTINED READ_END =>
 """
 
 MUTANTS: Final = read_mutants(_BUGS, _PLACES)

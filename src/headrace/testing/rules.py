@@ -47,9 +47,9 @@ def check_command(ledger: Ledger, command: Command, now_ns: int) -> None:
             ledger.kills -= {overdue}
             ledger.doomed.add(source)
         case StartImport():
-            _start_import(ledger, command)
+            _start_import(ledger, command, now_ns)
         case CheckDigest():
-            _check_digest(ledger, command)
+            _check_digest(ledger, command, now_ns)
         case Publish():
             _publish(ledger, command)
         case Free(attempt=attempt) | Quarantine(attempt=attempt):
@@ -136,7 +136,7 @@ def _check_turn(ledger: Ledger, command: StartPrefill) -> None:
     rule(command.attempt == (holding + without)[0], command, "before", holding, without)
 
 
-def _start_import(ledger: Ledger, command: StartImport) -> None:
+def _start_import(ledger: Ledger, command: StartImport, now_ns: int) -> None:
     account = ledger.accounts[command.attempt]
     place = (command.source, int(command.slot))
     slot = ledger.slots[place]
@@ -158,10 +158,10 @@ def _start_import(ledger: Ledger, command: StartImport) -> None:
     account.asked |= cells
     account.flights += 1
     slot.readers.add(command.import_id)
-    _issue(ledger, command, Ticket(command.attempt, cells, check=False))
+    _issue(ledger, command, Ticket(command.attempt, cells, False, now_ns))
 
 
-def _check_digest(ledger: Ledger, command: CheckDigest) -> None:
+def _check_digest(ledger: Ledger, command: CheckDigest, now_ns: int) -> None:
     account = ledger.accounts[command.attempt]
     entry = (ledger.terms.cells(command.span), command.expected)
     rule(account.outcome is None, command, "after the terminal", account.outcome)
@@ -169,7 +169,7 @@ def _check_digest(ledger: Ledger, command: CheckDigest) -> None:
     rule(not entry[0] & ~account.fenced, command, "before every piece is fenced")
     account.digests = tuple(other for other in account.digests if other != entry)
     account.flights += 1
-    _issue(ledger, command, Ticket(command.attempt, entry[0], check=True))
+    _issue(ledger, command, Ticket(command.attempt, entry[0], True, now_ns))
 
 
 def _issue(ledger: Ledger, command: StartImport | CheckDigest, ticket: Ticket) -> None:

@@ -46,8 +46,9 @@ class MemorySink:
 
     `commits` are the span batches in order; `snapshots` the bytes of each batch's cells when it was
     announced, by (layer, part, start, stop). `start`: the first position asked for; coverage
-    counts from there. `cancel_at`: the number of `write` calls after which
-    every call raises Cancelled.
+    counts from there. `cancel_at`: the number of calls of `check`, `write`, `commit` and `final`
+    after which each raises Cancelled; `calls` are the names of all of them in order, `num_refused`
+    of those are the ones that it was raised in.
     """
 
     def __init__(
@@ -61,14 +62,29 @@ class MemorySink:
         self.logits: bytes | None = None
         self.token: int | None = None
         self.ended = False
-        self.num_calls = 0
+        self.calls: list[str] = []
+        self.num_refused = 0
+        self._broken = ""
         self._cancel_at = cancel_at
         self.windows = tuple((min(max(lo, start), hi), hi) for lo, hi in plan.windows)
         self._coverage = Coverage(self.windows, plan.num_tokens)
 
+    @property
+    def num_calls(self) -> int:
+        """How often the engine called the sink."""
+        return len(self.calls)
+
+    def check(self) -> None:
+        """The engine is at work."""
+        self._check("check")
+
     def write(self, *spans: Span) -> MemoryWriter:
-        """A writer for the cells of `spans`."""
-        self._check()
+        """A writer for the cells of `spans`, none of which was told before."""
+        self._check("write")
+        try:
+            self._coverage.check(spans)
+        except RemoteProtocolError as exc:
+            raise self._break(f"the engine would write {exc}") from exc
         return MemoryWriter(self, spans)
 
     def final(
@@ -79,7 +95,7 @@ class MemorySink:
         ready_ns: int | None = None,
     ) -> None:
         """The source-final input."""
-        self._check()
+        self._check("final")
         missing = self._coverage.first_missing()
         if missing is not None:
             raise LocalProtocolError(f"final, but {missing} is missing")
@@ -117,20 +133,26 @@ class MemorySink:
         area = rest[self.plan.slot.kv_offset :]
         return area.count(UNWRITTEN) != len(area)
 
-    def _check(self) -> None:
-        if self._cancel_at is not None and self.num_calls >= self._cancel_at:
+    def _check(self, name: str) -> None:
+        self.calls.append(name)
+        if self._cancel_at is not None and len(self.calls) > self._cancel_at:
+            self.num_refused += 1
             raise Cancelled("cancelled by the test")
         if self.ended:
             raise LocalProtocolError("the final was given already")
-        self.num_calls += 1
+        if self._broken:
+            raise LocalProtocolError(self._broken)
+
+    def _break(self, text: str) -> LocalProtocolError:
+        self._broken = text
+        return LocalProtocolError(text)
 
     def _commit(self, spans: Sequence[Span]) -> None:
-        if self.ended:
-            raise LocalProtocolError("a commit after the final")
+        self._check("commit")
         try:
             self._coverage.add(spans)
         except RemoteProtocolError as exc:
-            raise LocalProtocolError(f"the engine committed {exc}") from exc
+            raise self._break(f"the engine committed {exc}") from exc
         self.commits.append(tuple(spans))
         self.snapshots.append(
             {
@@ -235,6 +257,9 @@ class GatedSink:
         self.options = sink.options
         self._sink = sink
         self._gate = gate
+
+    def check(self) -> None:
+        self._sink.check()
 
     def write(self, *spans: Span) -> GatedWriter:
         return GatedWriter(self._sink.write(*spans), self._gate)

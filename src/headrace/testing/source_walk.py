@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from headrace.errors import Cancelled, HeadraceError, LocalProtocolError
 from headrace.ids import AttemptId, Generation, SlotIndex, Span
-from headrace.messages import Failed, Prefill, Progress, Released, SourceFinal
+from headrace.messages import Computing, Failed, Prefill, Progress, Released, SourceFinal
 from headrace.protocol import source as machine
 from headrace.protocol.source import SourceAttempt, SourceState
 from headrace.testing.instances import EPOCH, Instance
@@ -24,17 +24,19 @@ from headrace.testing.ledger import Violation, rule
 MAX_PROGRESS: Final = 8
 MAX_SPANS: Final = 3
 NUM_TOKENS: Final = 20
+HEARTBEAT_NS: Final = 10
 _BOUNDS: Final = {
     "MAX_PROGRESS": MAX_PROGRESS,
     "MAX_SPANS": MAX_SPANS,
     "_EVEN_MESSAGES": MAX_PROGRESS * 3 // 4,
+    "HEARTBEAT_NS": HEARTBEAT_NS,
 }
 
-Sent: TypeAlias = Progress | SourceFinal | Failed | Released
+Sent: TypeAlias = Computing | Progress | SourceFinal | Failed | Released
 
 
 class Call(NamedTuple):
-    """One call of the engine, or the owner's cancel; `spans` of a commit."""
+    """One call of the engine, the owner's cancel, or a wait; `spans` that are told or to write."""
 
     name: str
     spans: tuple[Span, ...] = ()
@@ -54,6 +56,9 @@ class _Facts:
     num_told: int = 0
     num_sent: int = 0
     stamped: bool = False
+    broken: bool = False
+    now_ns: int = 1
+    word_ns: int = 0  # when the engine began or something was last sent
 
     @property
     def running(self) -> bool:
@@ -63,6 +68,11 @@ class _Facts:
     def room(self) -> int:
         """Messages left for progress: the bound keeps one for the end and one for the release."""
         return MAX_PROGRESS - 2 - self.num_sent
+
+    @property
+    def overdue(self) -> bool:
+        """Whether nothing was said for so long that the owner wants a word."""
+        return self.started and self.now_ns - self.word_ns >= HEARTBEAT_NS
 
     def complete(self) -> bool:
         return sum(span.stop - span.start for span in self.committed) == NUM_TOKENS
@@ -134,7 +144,12 @@ def _calls(facts: _Facts) -> Iterator[Call]:
     ):
         yield Call("commit", odd, (7,) * len(odd) * stamps)
     yield Call("commit", (Span(0, 1, at, at + 1),), (7,) * (1 - stamps))
-    for name in ("final", "fail", "cancel", "returned", "check_running"):
+    yield Call("write", (Span(0, 1, at, at + 1), Span(0, 1, NUM_TOKENS - 1, NUM_TOKENS)))
+    yield Call("write", facts.committed[-1:])
+    yield Call("write", (Span(0, 1, at, NUM_TOKENS + 1),))
+    if facts.running and not facts.overdue:
+        yield Call("wait")
+    for name in ("final", "fail", "cancel", "returned", "check_running", "computing"):
         yield Call(name)
 
 
@@ -143,11 +158,14 @@ def _make(call: Call, attempt: SourceAttempt, facts: _Facts) -> None:
     expected = _refusal(call, facts)
     sent: list[Sent] = []
     try:
-        sent += _call(call, attempt)
+        sent += _call(call, attempt, facts)
     except HeadraceError as exc:
         rule(type(exc) is expected, f"raised {exc!r}, expected {expected}")
         rule(_key(attempt, facts) == before, "a refused call left a trace")
+        facts.broken = facts.broken or _breaks(call, facts)
+        rule(bool(attempt._broken) == facts.broken, "broken", attempt._broken, facts.broken)
         return
+    rule(not attempt._broken or facts.broken, "broken by a call that was allowed")
     rule(expected is None, "was allowed, expected", expected)
     _note(call, facts)
     _check_sent(call, sent, facts)
@@ -156,20 +174,26 @@ def _make(call: Call, attempt: SourceAttempt, facts: _Facts) -> None:
     rule(attempt.state.name == word, "is", attempt.state, "and should be", word)
 
 
-def _call(call: Call, attempt: SourceAttempt) -> list[Sent]:
+def _call(call: Call, attempt: SourceAttempt, facts: _Facts) -> list[Sent]:
     match call.name:
         case "start":
-            attempt.start(1)
+            attempt.start(facts.now_ns)
         case "commit":
-            return [*attempt.commit(call.spans, call.digests, 2)]
+            return [*attempt.commit(call.spans, call.digests, facts.now_ns)]
         case "final":
-            return [*attempt.final(None, 3, 4)]
+            return [*attempt.final(None, facts.now_ns, facts.now_ns)]
         case "fail":
             return [*attempt.fail("engine")]
         case "cancel":
             attempt.cancel()
         case "returned":
             return [attempt.returned()]
+        case "computing":
+            return [*attempt.computing(facts.now_ns)]
+        case "write":
+            attempt.check_writable(call.spans)
+        case "wait":
+            facts.now_ns += HEARTBEAT_NS
         case _:
             attempt.check_running()
     return []
@@ -188,18 +212,38 @@ def _refusal(call: Call, facts: _Facts) -> type[HeadraceError] | None:
         case "fail":
             legal = facts.started and not facts.returned
             legal = legal or facts.final or facts.failed
+        case "wait":
+            pass
         case _ if facts.cancelled and not facts.returned:
             return Cancelled
+        case _ if facts.broken:
+            return LocalProtocolError
         case "commit":
-            legal = legal and _may_commit(call, facts)
+            legal = legal and _carried(call, facts) and _fresh(call, facts)
+        case "write":
+            legal = legal and _fresh(call, facts)
         case "final":
             legal = legal and facts.complete()
     return None if legal else LocalProtocolError
 
 
-def _may_commit(call: Call, facts: _Facts) -> bool:
+def _breaks(call: Call, facts: _Facts) -> bool:
+    """Whether a refused call shows that the engine writes what it must not: no more is told."""
+    if not facts.running or facts.cancelled or _fresh(call, facts):
+        return False
+    return call.name == "write" or (call.name == "commit" and _carried(call, facts))
+
+
+def _carried(call: Call, facts: _Facts) -> bool:
+    """Whether the messages that are left can carry a commit."""
     if len(call.digests) != (len(call.spans) if facts.stamped else 0):
         return False
+    held = len(facts.committed) - facts.num_told + len(call.spans)
+    return -(-held // MAX_SPANS) <= facts.room
+
+
+def _fresh(call: Call, facts: _Facts) -> bool:
+    """Whether all cells are in the plan, none told before."""
     cells: set[int] = {p for span in facts.committed for p in range(span.start, span.stop)}
     for span in call.spans:
         new = set(range(span.start, span.stop))
@@ -207,14 +251,13 @@ def _may_commit(call: Call, facts: _Facts) -> bool:
         if not inside or cells & new:
             return False
         cells |= new
-    held = len(facts.committed) - facts.num_told + len(call.spans)
-    return -(-held // MAX_SPANS) <= facts.room
+    return True
 
 
 def _note(call: Call, facts: _Facts) -> None:
     match call.name:
         case "start":
-            facts.started = True
+            facts.started, facts.word_ns = True, facts.now_ns
         case "commit":
             facts.committed += call.spans
         case "final":
@@ -250,8 +293,12 @@ def _check_sent(call: Call, sent: list[Sent], facts: _Facts) -> None:
             rule(not (withdrawn and rest), "a failure after the end")
         case "returned":
             rule(rest == [Released], "ended by", rest)
+        case "computing":
+            rule(len(rest) == facts.overdue, rest, "were sent, overdue:", facts.overdue)
+            rule(set(rest) <= {Computing}, "sent", rest)
         case _:
             rule(not rest, call.name, "sent", rest)
+    facts.word_ns = facts.now_ns if sent else facts.word_ns
     rule(facts.num_sent <= MAX_PROGRESS - 2, facts.num_sent, "progress messages")
     held = len(facts.committed) - facts.num_told
     rule(held < MAX_SPANS or facts.room <= 1, held, "spans are held, enough for a message")
@@ -259,6 +306,7 @@ def _check_sent(call: Call, sent: list[Sent], facts: _Facts) -> None:
 
 
 def _key(attempt: SourceAttempt, facts: _Facts) -> Hashable:
+    """Of a clock only whether a word is due; of a break, the facts tell what the attempt must."""
     return (
         attempt.state,
         tuple(attempt._coverage._have),
@@ -266,8 +314,9 @@ def _key(attempt: SourceAttempt, facts: _Facts) -> Hashable:
         tuple(attempt._digests),
         attempt._num_sent,
         attempt._ended,
+        facts.now_ns - attempt._last_word_ns >= HEARTBEAT_NS,
         *(facts.started, facts.cancelled, facts.final, facts.failed, facts.returned),
-        *(facts.committed, facts.num_told, facts.num_sent),
+        *(facts.committed, facts.num_told, facts.num_sent, facts.broken, facts.overdue),
     )
 
 

@@ -18,6 +18,7 @@ from headrace.testing.events import (
     Die,
     Digested,
     Event,
+    Forget,
     Imported,
     Misuse,
     Outrun,
@@ -65,6 +66,8 @@ class World:
                 return not (self.ledger.slot_in_service and self.ledger.lane_in_service)
             case Cancel(request=request):
                 return self.ledger.accounts[_attempt(request)].outcome is not None
+            case Forget(source=source):
+                return not self.ledger.may_forget(source)
             case Misuse():
                 return True
             case _:
@@ -89,6 +92,8 @@ class World:
                     owner.submit(self.instance.num_tokens, self.now_ns)
             case Cancel(request=request):
                 rule(not owner.cancel(request, self.now_ns), "a decided hand-off was cancelled")
+            case Forget(source=source):
+                rule(not owner.forget_source(source), "source", source, "was forgotten in use")
             case Misuse():
                 with _raises(LocalProtocolError):
                     self._misuse(event)
@@ -133,11 +138,19 @@ class World:
         for (source, index), slot in ledger.slots.items():
             found = list(owner._sources[source].slots)[index].state
             rule(found.name == slot.word, "slot", index, "is", found.name, "and has", slot)
+        rule({at for at, _ in ledger.slots} == set(owner._sources), "sources", set(owner._sources))
         rule(owner.num_in_flight == len(ledger.tickets), owner.num_in_flight, "in flight")
+        for import_id, ticket in ledger.tickets.items():
+            rule(owner.is_in_flight(import_id), import_id, "is not in flight:", ticket)
+            due_ns = ticket.since_ns + ledger.terms.drain_timeout_ns
+            rule(due_ns > self.now_ns, import_id, "is waited for past its deadline:", ticket)
+        for slot in ledger.slots.values():
+            for reader in slot.readers - ledger.tickets.keys():
+                rule(not owner.is_in_flight(reader), reader, "is waited for, and was given up")
         lanes = owner._admission.lanes_free
         rule(lanes == ledger.lanes_free, lanes, "lanes free, and should be", ledger.lanes_free)
-        due_ns = owner.next_deadline_ns()
-        rule(due_ns is None or due_ns > self.now_ns, "a deadline was passed by:", due_ns)
+        next_ns = owner.next_deadline_ns()
+        rule(next_ns is None or next_ns > self.now_ns, "a deadline was passed by:", next_ns)
         owner.check_integrity()
 
     def states(self) -> Iterator[Enum]:
@@ -151,8 +164,8 @@ class World:
     def check_over(self) -> bool:
         """That everything has ended, where no good event is left; true if a drain is waited for.
 
-        A slot may still miss the read token of an import that the device failed, and a hand-off may
-        wait for that slot until its drain deadline.
+        A slot may still miss the read token of an import that was given up or that the device
+        failed, and a hand-off may wait for that slot until its drain deadline.
 
         Raises:
             Violation: something waits for ever, or for what something in service could do.
@@ -190,7 +203,7 @@ class World:
                 self._tell(source, message)
             case Begin(budget_nbytes=budget_nbytes):
                 ledger.budget_nbytes = budget_nbytes
-                return owner.begin_imports(budget_nbytes)
+                return owner.begin_imports(budget_nbytes, self.now_ns)
             case Imported(import_id=import_id, good=good):
                 self._imported(import_id, good=good)
             case Digested(import_id=import_id, good=good):
@@ -207,6 +220,9 @@ class World:
             case Die(source=source):
                 ledger.died(source, now_ns)
                 owner.source_died(source, "killed", now_ns)
+            case Forget(source=source):
+                ledger.forgot(source)
+                rule(owner.forget_source(source), "source", source, "was not forgotten")
             case Tick():
                 self.now_ns += 1
                 ledger.clock(self.now_ns)
@@ -267,6 +283,8 @@ class World:
                 owner.retire(request, now_ns)
             case int() as number if misuse.call == "add_source":
                 owner.add_source(SourceId(number), 1, self.instance.plan_for, now_ns)
+            case int() as number if misuse.call == "forget_source":
+                owner.forget_source(SourceId(number))
             case int() as number if misuse.call == "digest_checked":
                 owner.digest_checked(ImportId(number), DIGEST, now_ns)
             case int() as number:

@@ -128,3 +128,16 @@ def test_the_factory_reads_its_options() -> None:
     assert decoder.manifest() is MANIFEST
     with pytest.raises(Refused, match="missing required field `context`"):
         open_null({"manifest": MANIFEST})
+
+
+def test_it_asks_for_the_memory_of_all_lanes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lane alone may fit where all of them do not."""
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "headrace.backends.null.require_memory", lambda nbytes, what: asked.append(nbytes)
+    )
+    decoder = make(3)
+    assert asked == [sum(lane.nbytes for lane in decoder._lanes)]
+    monkeypatch.undo()
+    with pytest.raises(Refused, match="1000000000 lanes: needs"):
+        NullDecoder(MANIFEST, context=CONTEXT, lanes=10**9)

@@ -131,6 +131,18 @@ def test_wrong_options_are_refused() -> None:
         open_replay({"layerz": 3})
     with pytest.raises(Refused, match="layout"):
         open_replay({"layout": "sideways"})
+    for wrong in ({"full_every": 0}, {"full_every": -1}, {"layer_ms": -0.5}):
+        with pytest.raises(Refused, match="full_every must be at least 1"):
+            open_replay(wrong)
+
+
+@pytest.mark.parametrize("route", ["whole", "chunked", "streamed"])
+def test_it_says_in_each_layer_that_it_is_at_work(route: Any) -> None:
+    calls = run(open_replay(GEOMETRY), prompt(), ask(NUM_TOKENS, route)).calls
+    assert calls.count("check") == GEOMETRY["layers"]
+    assert calls[0] == "check"
+    if route != "streamed":
+        assert calls.index("write") == GEOMETRY["layers"]
 
 
 @pytest.mark.parametrize("route", ["whole", "chunked", "streamed"])

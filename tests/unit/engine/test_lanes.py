@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from headrace.backends import cpu as cpu_backend
 from headrace.backends.base import Entry, Reservation
-from headrace.engine.lanes import Lane, capacity
+from headrace.engine.lanes import Lane, capacity, lane_nbytes
 from headrace.engine.tensors import check_region, copy_in, over_region
 from headrace.errors import Closed, LocalProtocolError, Refused, WouldBlock
 from headrace.geometry import Full, Layer, Part, Shared, Sliding
@@ -167,6 +167,26 @@ def test_cells_are_only_the_prompts() -> None:
 def test_too_much_memory_is_refused() -> None:
     with pytest.raises(Refused, match="a lane: needs"):
         Lane([layer(Full(), parts=(Part("k", 1 << 20, 1 << 20, "float32"),) * 2)], 1 << 20)
+
+
+@pytest.mark.parametrize("context", [1, 20, 700])
+def test_the_memory_of_a_lane_is_known_before_it_is_had(context: int) -> None:
+    layers = [layer(Sliding(5, 4)), layer(Full(), 1), layer(Shared("layers.0"), 2, ())]
+    assert lane_nbytes(layers, context) == Lane(layers, context).storage.nbytes
+    assert lane_nbytes([layer(Shared("layers.9"), 0, ())], context) > 0
+
+
+def test_the_memory_of_all_lanes_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lane alone may fit where all of them do not."""
+    asked: list[int] = []
+    monkeypatch.setattr(cpu_backend, "require_memory", lambda nbytes, what: asked.append(nbytes))
+    given = {"model": str(directory_of("llama")), "lanes": 3, "context": CONTEXT}
+    decoder = cpu_backend.open(given)
+    assert asked == [3 * lane_nbytes(decoder.manifest().layers, CONTEXT)]
+    decoder.close()
+    monkeypatch.undo()
+    with pytest.raises(Refused, match="1000000000 lanes: needs"):
+        cpu_backend.open({**given, "lanes": 10**9})
 
 
 # The decoder over them.

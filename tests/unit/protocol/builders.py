@@ -17,6 +17,7 @@ from headrace.geometry import Full, Kind, Layer, Layout, Manifest, Part, Shared,
 from headrace.ids import AttemptId, ImportId, RequestId, SourceId, Span
 from headrace.messages import (
     Cancel,
+    Computing,
     Failed,
     FromSource,
     Prefill,
@@ -252,6 +253,10 @@ class Shell:
         g = self.grant_of(request)
         self.send(Progress(g.attempt, g.slot, g.generation, told, tuple(digests), 0, 0))
 
+    def computing(self, request: RequestId) -> None:
+        g = self.grant_of(request)
+        self.send(Computing(g.attempt, g.slot, g.generation))
+
     def final(self, request: RequestId, token: int | None = None) -> None:
         g = self.grant_of(request)
         first, value = ("logits", 0) if token is None else ("token", token)
@@ -272,7 +277,7 @@ class Shell:
         self.released(request)
 
     def begin(self, budget_nbytes: int = 1 << 40) -> list[StartImport]:
-        self.owner.begin_imports(budget_nbytes)
+        self.owner.begin_imports(budget_nbytes, self.now_ns)
         return [c for c in self.take() if isinstance(c, StartImport)]
 
     def done(self, import_id: ImportId) -> None:
@@ -304,8 +309,8 @@ class Shell:
         self.land()
         self.publish(request)
 
-    def cancel(self, request: RequestId) -> bool:
-        decided = self.owner.cancel(request, self.now_ns)
+    def cancel(self, request: RequestId, **options: Any) -> bool:
+        decided = self.owner.cancel(request, self.now_ns, **options)
         self.take()
         return decided
 
@@ -328,6 +333,11 @@ class Shell:
     def died(self, source: int = 0, reason: str = "killed") -> None:
         self.owner.source_died(SourceId(source), reason, self.now_ns)
         self.take()
+
+    def forget(self, source: int = 0) -> bool:
+        forgotten = self.owner.forget_source(SourceId(source))
+        self.take()
+        return forgotten
 
     def tick(self, now_ns: int) -> None:
         self.now_ns = now_ns
@@ -444,12 +454,12 @@ class Ends:
         """The owner reads one message of a source, if there is one."""
         if self.sources[source].outbox:
             message = decode_from_source(self.sources[source].outbox.popleft())
-            assert isinstance(message, Progress | SourceFinal | Failed | Released)
+            assert isinstance(message, Computing | Progress | SourceFinal | Failed | Released)
             self.owner.message(source, message, self.now_ns)
             self.obey()
 
     def begin(self, budget_nbytes: int) -> None:
-        self.owner.begin_imports(budget_nbytes)
+        self.owner.begin_imports(budget_nbytes, self.now_ns)
         self.obey()
 
     def land(self, import_id: ImportId) -> None:
@@ -483,6 +493,9 @@ class Ends:
         self.owner.check_integrity()
         for request in list(self.owner._requests):
             self.seen.add(self.owner.state_of(request))
+        for import_id in list(self.flights):
+            if not self.owner.is_in_flight(import_id):  # given up: its fence means nothing any more
+                del self.flights[import_id]
         while commands := self.owner.commands():
             for command in commands:
                 self._obey(command)

@@ -35,11 +35,15 @@ def test_new_books_hold_nothing_and_add_up() -> None:
     books.check_integrity()
     assert books.statistics() == {
         "lanes": {"free": 2, "quarantined": 0, "held": 0},
-        "slots": {},
+        "slots": dict.fromkeys(
+            ["free", "leased", "ready", "reading", "draining", "quarantined"], 0
+        ),
         "handoffs": {},
         "dropped": {},
     }
     assert (books.has_pieces, books.num_in_flight) == (False, 0)
+    assert not books.is_in_flight(ImportId(0))
+    assert books.limits.drain_timeout_ns == 120 * 10**9
     assert (books.no_slot_left, books.no_lane_left) == (True, False)
 
 
@@ -62,8 +66,10 @@ def test_what_is_queued_and_what_is_in_flight() -> None:
     assert (shell.owner.has_pieces, shell.owner.num_in_flight) == (True, 0)
     (command,) = shell.begin()
     assert (shell.owner.has_pieces, shell.owner.num_in_flight) == (False, 1)
+    assert shell.owner.is_in_flight(command.import_id)
     shell.done(command.import_id)
     assert shell.owner.num_in_flight == 0
+    assert not shell.owner.is_in_flight(command.import_id)
 
 
 def test_a_request_that_is_over_or_was_never_there_is_ended() -> None:
@@ -218,7 +224,8 @@ def test_an_import_is_taken_once() -> None:
     shell, request = importing()
     record = shell.owner._expect_import(ImportId(0))
     assert (record.handoff, record.expected) == (handoff_of(shell, request), 0)
+    assert record.begun_ns == shell.now_ns
     assert shell.owner._take_import(ImportId(0)) is record
     with pytest.raises(LocalProtocolError, match="import 0 is not in flight"):
         shell.owner._take_import(ImportId(0))
-    assert shell.owner._new_import(record.handoff, None) == 1  # an id is never used again
+    assert shell.owner._new_import(record.handoff, None, 5) == 1  # an id is never used again

@@ -120,6 +120,7 @@ EVENTS: dict[str, Callable[[Handoff], object]] = {
     "reserve": lambda h: h.reserve(),
     "lease": lease,
     "progress": lambda h: h.progress([Span(2, 3, 0, N)], [], BIG, 20),
+    "computing": lambda h: h.computing(20),
     "final": lambda h: h.source_final(None, 20),
     "begin": lambda h: h.begin_import(ImportId(7)),
     "check": lambda h: h.begin_digest_check(ImportId(8), SpanImport(WHOLE, 1, 0)),
@@ -129,11 +130,22 @@ EVENTS: dict[str, Callable[[Handoff], object]] = {
 }
 LEGAL: dict[str, dict[str, HandoffState]] = {
     "waiting": {"reserve": S.RESERVED, "lease": S.PARKED, "end": S.ENDED},
-    "parked": {"reserve": S.STREAMING, "progress": S.PARKED, "end": S.ENDED},
+    "parked": {
+        "reserve": S.STREAMING,
+        "progress": S.PARKED,
+        "computing": S.PARKED,
+        "end": S.ENDED,
+    },
     "reserved": {"lease": S.STREAMING, "end": S.ENDED},
-    "streaming": {"progress": S.STREAMING, "check": S.STREAMING, "end": S.ENDED},
+    "streaming": {
+        "progress": S.STREAMING,
+        "computing": S.STREAMING,
+        "check": S.STREAMING,
+        "end": S.ENDED,
+    },
     "streaming, busy": {
         "progress": S.STREAMING,
+        "computing": S.STREAMING,
         "begin": S.STREAMING,
         "check": S.STREAMING,
         "end import": S.STREAMING,
@@ -165,10 +177,28 @@ def check_event(made: str, event: str) -> None:
         EVENTS[event](handoff)
         assert handoff.state is LEGAL[made][event]
     else:
-        blamed = RemoteProtocolError if event in ("progress", "final") else LocalProtocolError
+        told = event in ("progress", "computing", "final")
+        blamed = RemoteProtocolError if told else LocalProtocolError
         with pytest.raises(blamed, match=r"hand-off|missing"):
             EVENTS[event](handoff)
         assert trace_of(handoff) == before
+
+
+def test_a_word_of_work_moves_the_progress_deadline_and_nothing_else() -> None:
+    handoff = streaming_busy()
+    before = vars(handoff) | {"last_progress_ns": 20}
+    handoff.computing(20)
+    assert vars(handoff) == before
+
+
+def test_no_work_is_told_of_after_the_final() -> None:
+    handoff = parked()
+    handoff.progress([WHOLE], [], BIG, 10)
+    handoff.source_final(None, 11)
+    before = trace_of(handoff)
+    with pytest.raises(RemoteProtocolError, match="computing after the final"):
+        handoff.computing(20)
+    assert trace_of(handoff) == before
 
 
 def land(handoff: Handoff) -> None:

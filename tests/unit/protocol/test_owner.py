@@ -14,6 +14,7 @@ from headrace.geometry import Full, Sliding
 from headrace.ids import AttemptId, Generation, ImportId, RequestId, SlotIndex, SourceId, Span
 from headrace.messages import (
     MAX_PROGRESS,
+    Computing,
     Failed,
     Progress,
     Released,
@@ -130,7 +131,7 @@ def test_imports_are_cut_to_the_chunk_and_the_budget() -> None:
     assert len(shell.begin(1)) == 1  # one piece may go over a budget above zero
     assert len(shell.begin(0)) == 0
     assert len(shell.begin(2 * ROW_NBYTES)) == 2
-    assert shell.owner.begin_imports(1 << 30) == ALL_NBYTES - 3 * ROW_NBYTES
+    assert shell.owner.begin_imports(1 << 30, 0) == ALL_NBYTES - 3 * ROW_NBYTES
     assert not shell.owner.has_pieces
     assert shell.owner.num_in_flight == 12
 
@@ -398,6 +399,13 @@ def finish(shell: Shell, request: RequestId) -> None:
         shell.released(request)
 
 
+def test_a_cancel_tells_its_reason() -> None:
+    shell = Shell()
+    request = shell.submit()
+    shell.cancel(request, reason="the server goes down")
+    assert reports(shell, request) == [(Outcome.CANCELLED, "the server goes down")]
+
+
 @pytest.mark.parametrize("made", UNDECIDED)
 def test_a_cancel_is_reported_at_once_and_all_comes_back(made: str) -> None:
     shell, request = MADE[made]()
@@ -565,11 +573,11 @@ def test_a_new_source_serves_after_a_death() -> None:
 def test_the_request_deadline_fails_it_in_every_state(made: str) -> None:
     shell, request = MADE[made]()
     entry = shell.owner._requests[request]
-    shell.owner._requests[request] = type(entry)(entry.handoff, 90)
-    shell.tick(89)
+    shell.owner._requests[request] = type(entry)(entry.handoff, 40)
+    shell.tick(39)
     assert reports(shell, request) == []
-    assert shell.owner.next_deadline_ns() == 90
-    shell.tick(90)
+    assert shell.owner.next_deadline_ns() == 40
+    shell.tick(40)
     assert reports(shell, request) == [(Outcome.FAILED, "its deadline passed")]
     finish(shell, request)
     assert state(shell, request) is S.ENDED
@@ -584,7 +592,7 @@ def test_a_deadline_after_publishing_changes_nothing() -> None:
     assert outcome(shell, request) is Outcome.PUBLISHED
 
 
-@pytest.mark.parametrize("made", ["parked", "streaming", "streaming, importing"])
+@pytest.mark.parametrize("made", ["parked", "streaming"])
 def test_a_silent_source_fails_its_attempt_at_the_progress_deadline(made: str) -> None:
     shell, request = MADE[made]()
     shell.tick(99)
@@ -601,6 +609,17 @@ def test_spans_without_cells_do_not_move_the_deadline() -> None:
     assert shell.owner.next_deadline_ns() == 100
     shell.progress(request, Span(1, 2, 0, 2), Span(0, 1, 0, 1))
     assert shell.owner.next_deadline_ns() == 160
+
+
+def test_a_word_of_work_moves_the_deadline_as_often_as_it_comes() -> None:
+    shell = Shell()
+    request = shell.submit()
+    for now_ns in (60, 159, 258):
+        shell.tick(now_ns)
+        shell.computing(request)
+        assert shell.owner.next_deadline_ns() == now_ns + 100
+    shell.tick(358)
+    assert reports(shell, request) == [(Outcome.FAILED, "the source made no progress in time")]
 
 
 def test_progress_moves_the_deadline_and_the_final_ends_it() -> None:
@@ -656,7 +675,10 @@ def test_a_write_token_that_is_overdue_ends_its_source_once_and_its_death_is_the
 
 
 def test_a_slot_that_only_an_import_reads_is_quarantined_and_its_source_lives_on() -> None:
-    shell, request = in_streaming_with_import()
+    shell = Shell(lanes=2)
+    request = shell.submit()
+    shell.progress(request)
+    shell.begin()
     shell.cancel(request)
     shell.released(request)
     shell.tick(50)
@@ -705,14 +727,125 @@ def test_what_a_source_that_is_to_be_killed_has_sealed_is_published() -> None:
     assert outcome(shell, sealed) is Outcome.PUBLISHED
 
 
-def test_an_import_that_runs_keeps_a_quarantined_slot_from_being_used() -> None:
-    shell, request = in_streaming_with_import()
-    shell.cancel(request)
+GIVEN_UP = "an import was not fenced in time"
+
+
+@pytest.mark.parametrize("made", ["streaming, importing", "sealed, importing"])
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_an_import_that_is_not_fenced_in_time_is_given_up_and_nothing_of_it_is_used_again(
+    made: str, cancelled: bool
+) -> None:
+    shell, request = MADE[made]()
+    if cancelled:
+        shell.cancel(request)
+    assert shell.owner.next_deadline_ns() == 50
+    shell.tick(49)
+    assert shell.owner.is_in_flight(ImportId(0))
     shell.tick(50)
+    assert not shell.owner.is_in_flight(ImportId(0))
+    (report,) = reports(shell, request)
+    assert report == (
+        (Outcome.CANCELLED, "cancelled by the caller") if cancelled else (Outcome.FAILED, GIVEN_UP)
+    )
+    assert state(shell, request) is S.ENDED
+    assert lanes(shell) == {"quarantined": 1}
+    assert [q.reason for q in shell.all(Quarantine)] == [GIVEN_UP]
+    assert not shell.all(Free)
+    with pytest.raises(LocalProtocolError, match="import 0 is not in flight"):
+        shell.done(ImportId(0))  # its fence is too late
     shell.released(request)
-    assert slots(shell) == {"free": 1, "quarantined": 1}
+    shell.died()
+    shell.tick(10**9)
+    assert slots(shell) == {"free": 1, "quarantined": 1}  # its read token stays out
+    assert not shell.forget()
+
+
+def test_each_import_has_its_own_deadline_and_the_storage_waits_for_the_last() -> None:
+    shell = Shell()
+    request = shell.submit()
+    shell.progress(request, Span(0, 1, 0, 4), Span(1, 2, 0, 4))
+    shell.begin(1)
+    shell.tick(30)
+    shell.begin()
+    assert shell.owner.next_deadline_ns() == 50
+    shell.tick(50)
+    assert reports(shell, request) == [(Outcome.FAILED, GIVEN_UP)]
+    assert not shell.all(Quarantine)
+    shell.tick(80)
+    assert lanes(shell) == {"quarantined": 1}
+
+
+def test_an_import_that_was_fenced_has_no_deadline() -> None:
+    shell, request = in_streaming_with_import()
+    shell.tick(49)
     shell.done(ImportId(0))
+    assert shell.owner.next_deadline_ns() == 100  # that of progress
+    shell.tick(99)
+    assert reports(shell, request) == []
+
+
+def test_a_digest_check_has_a_deadline_of_its_own() -> None:
+    shell = Shell()
+    request = shell.submit(digest=True)
+    shell.progress(request, digests=[5])
+    shell.final(request)
+    shell.begin()
+    shell.tick(40)
+    shell.done(ImportId(0))
+    (check,) = shell.all(CheckDigest)
+    assert shell.owner.next_deadline_ns() == 90
+    shell.tick(90)
+    assert reports(shell, request) == [(Outcome.FAILED, GIVEN_UP)]
+    assert lanes(shell) == {"quarantined": 1}
+    with pytest.raises(LocalProtocolError, match="is not in flight"):
+        shell.checked(check, 5)
+    shell.released(request)
+    assert slots(shell) == {"free": 2}  # it read the reservation, not the slot
+
+
+def test_an_import_that_is_over_is_not_given_up() -> None:
+    shell, request = in_streaming_with_import()
+    shell.done(ImportId(0))
+    shell.owner._give_up(ImportId(0), 50)
+    assert shell.take() == []
+    assert reports(shell, request) == []
+
+
+# Forgetting a source.
+
+
+def test_a_source_is_forgotten_when_it_is_dead_and_all_its_slots_are_free() -> None:
+    shell, _ = in_streaming_with_import()
+    assert not shell.forget()
+    shell.died()
+    assert not shell.forget()  # the import still reads
+    shell.done(ImportId(0))
+    assert shell.forget()
+    assert slots(shell) == {}
+    assert shell.owner.no_slot_left
+    with pytest.raises(LocalProtocolError, match="source 0 is not attached"):
+        shell.forget()
+    shell.add_source(0, 1)
+    again = shell.submit()
+    shell.serve(again)
+    assert outcome(shell, again) is Outcome.PUBLISHED
+
+
+def test_a_source_that_lives_is_not_forgotten() -> None:
+    shell = Shell()
+    assert not shell.forget()
     assert slots(shell) == {"free": 2}
+
+
+def test_what_a_forgotten_source_brought_decodes_on() -> None:
+    shell, request = in_published()
+    shell.died()
+    assert shell.forget()
+    assert not shell.cancel(request)
+    shell.tick(10**6)
+    shell.retire(request)
+    assert state(shell, request) is S.ENDED
+    assert lanes(shell) == {"free": 1}
 
 
 # Late, stale, unknown, malformed.
@@ -733,6 +866,7 @@ def test_a_dead_source_is_not_heard_any_more(made: str) -> None:
 def messages_of(attempt: AttemptId, slot: int, generation: int) -> list[AttemptMessage]:
     return [
         Progress(attempt, slot, generation, (WHOLE,), (), 0, 0),
+        Computing(attempt, slot, generation),
         SourceFinal(attempt, slot, generation, "logits", 0, 0, 0),
         Failed(attempt, slot, generation, "x"),
         Released(attempt, slot, generation),

@@ -137,6 +137,10 @@ class Walk:
         ends.owner.tick(ends.now_ns)
         ends.obey()
         self.come_to_rest()
+        for source, end in ends.sources.items():
+            free = all(slot.holder is None for slot in ends.owner._sources[source].slots)
+            assert ends.owner.forget_source(source) == (free and not end.alive)
+        ends.obey()
 
     def come_to_rest(self) -> None:
         before = None

@@ -19,6 +19,7 @@ from headrace.messages import (
     MAX_PROGRESS,
     MAX_SPANS,
     MAX_TEXT,
+    Computing,
     Failed,
     Progress,
     Released,
@@ -31,7 +32,7 @@ from headrace.plan import Plan
 from headrace.protocol.books import Limits
 from headrace.protocol.commands import Outcome
 from headrace.protocol.owner import Owner
-from headrace.protocol.source import SourceAttempt, SourceState
+from headrace.protocol.source import HEARTBEAT_NS, SourceAttempt, SourceState, expected_spans
 from tests.unit.protocol.builders import (
     CONTEXT,
     EPOCH,
@@ -47,7 +48,7 @@ from tests.unit.protocol.builders import (
     trace_of,
 )
 
-FromAttempt: TypeAlias = Progress | SourceFinal | Failed | Released
+FromAttempt: TypeAlias = Computing | Progress | SourceFinal | Failed | Released
 
 N = 4
 WHOLE = Span(0, 3, 0, N)
@@ -83,6 +84,13 @@ def failed() -> SourceAttempt:
     return attempt
 
 
+def broken() -> SourceAttempt:
+    attempt = complete()
+    with pytest.raises(LocalProtocolError):
+        attempt.check_writable([WHOLE])
+    return attempt
+
+
 def cancelling() -> SourceAttempt:
     attempt = running()
     attempt.cancel()
@@ -101,13 +109,16 @@ MADE: dict[str, Callable[[], SourceAttempt]] = {
     "complete": complete,
     "final given": final_given,
     "failed": failed,
+    "broken": broken,
     "cancelling": cancelling,
     "done": done,
 }
 EVENTS: dict[str, Callable[[SourceAttempt], object]] = {
     "start": lambda a: a.start(40),
     "check": lambda a: a.check_running(),
-    "commit": lambda a: a.commit([WHOLE], [], 40),
+    "write": lambda a: a.check_writable([]),
+    "computing": lambda a: a.computing(40),
+    "commit": lambda a: a.commit([], [], 40),
     "final": lambda a: a.final(None, 40, 40),
     "fail": lambda a: a.fail("engine"),
     "cancel": lambda a: a.cancel(),
@@ -117,6 +128,8 @@ LEGAL: dict[str, dict[str, SourceState]] = {
     "idle": {"start": S.RUNNING},
     "running": {
         "check": S.RUNNING,
+        "write": S.RUNNING,
+        "computing": S.RUNNING,
         "commit": S.RUNNING,
         "fail": S.RUNNING,
         "cancel": S.CANCELLING,
@@ -124,6 +137,9 @@ LEGAL: dict[str, dict[str, SourceState]] = {
     },
     "complete": {
         "check": S.RUNNING,
+        "write": S.RUNNING,
+        "computing": S.RUNNING,
+        "commit": S.RUNNING,
         "final": S.RUNNING,
         "fail": S.RUNNING,
         "cancel": S.CANCELLING,
@@ -131,6 +147,7 @@ LEGAL: dict[str, dict[str, SourceState]] = {
     },
     "final given": {"fail": S.RUNNING, "cancel": S.CANCELLING, "return": S.DONE},
     "failed": {"fail": S.RUNNING, "cancel": S.CANCELLING, "return": S.DONE},
+    "broken": {"fail": S.RUNNING, "cancel": S.CANCELLING, "return": S.DONE},
     "cancelling": {"fail": S.CANCELLING, "cancel": S.CANCELLING, "return": S.DONE},
     "done": {"fail": S.DONE, "cancel": S.DONE},
 }
@@ -154,13 +171,16 @@ def check_event(made: str, event: str) -> None:
         assert trace_of(attempt) == before
 
 
-@pytest.mark.parametrize("event", ["check", "commit", "final"])
+SINK_CALLS = ["check", "write", "computing", "commit", "final"]
+
+
+@pytest.mark.parametrize("event", SINK_CALLS)
 def test_a_sink_call_of_a_cancelled_attempt_stops_the_engine(event: str) -> None:
     with pytest.raises(Cancelled, match=f"attempt {A} was cancelled"):
         EVENTS[event](cancelling())
 
 
-@pytest.mark.parametrize("event", ["check", "commit", "final"])
+@pytest.mark.parametrize("event", SINK_CALLS)
 @pytest.mark.parametrize("made", ["final given", "failed"])
 def test_nothing_is_announced_after_the_last_word(made: str, event: str) -> None:
     with pytest.raises(LocalProtocolError, match="the final was given already"):
@@ -209,20 +229,73 @@ def test_committing_nothing_announces_nothing() -> None:
         [Span(0, 1, 0, 2), Span(1, 1, 0, 2)],
     ],
 )
-def test_a_commit_outside_the_plan_raises_in_the_engine_and_leaves_no_trace(
-    spans: list[Span],
+@pytest.mark.parametrize("call", ["commit", "write"])
+def test_cells_outside_the_plan_raise_in_the_engine_and_break_its_attempt_for_good(
+    spans: list[Span], call: str
 ) -> None:
     attempt = running()
-    before = trace_of(attempt)
-    with pytest.raises(LocalProtocolError, match=f"attempt {A}: the engine committed layer"):
+    held = list(attempt._held), vars(attempt._coverage) | {"_have": [()] * 3}
+    text = f"attempt {A}: the engine {'committed' if call == 'commit' else 'would write'} layer"
+    with pytest.raises(LocalProtocolError, match=text):
+        bring(attempt, call, spans)
+    assert (attempt._held, vars(attempt._coverage)) == held
+    for again in ("commit", "write", "check", "computing", "final"):
+        with pytest.raises(LocalProtocolError, match=text):
+            bring(attempt, again, [WHOLE])
+    assert [type(m) for m in (*attempt.fail(text), attempt.returned())] == [Failed, Released]
+
+
+def bring(attempt: SourceAttempt, call: str, spans: list[Span]) -> None:
+    if call == "commit":
         attempt.commit(spans, [], 20)
-    assert trace_of(attempt) == before
-    attempt.commit([WHOLE], [], 20)
+    elif call == "write":
+        attempt.check_writable(spans)
+    else:
+        EVENTS[call](attempt)
 
 
-def test_a_cell_committed_before_is_refused() -> None:
+@pytest.mark.parametrize("call", ["commit", "write"])
+def test_a_cell_told_before_is_neither_told_nor_handed_out_again(call: str) -> None:
+    attempt = complete()
     with pytest.raises(LocalProtocolError, match="told before"):
-        complete().commit([Span(2, 3, 3, N)], [], 30)
+        bring(attempt, call, [Span(2, 3, 3, N)])
+    with pytest.raises(LocalProtocolError, match="told before"):
+        attempt.final(None, 30, 30)  # all was told, and is not what lies in the slot
+
+
+def test_cells_that_were_not_told_may_be_handed_out_as_often_as_asked_for() -> None:
+    attempt = running()
+    attempt.commit([Span(0, 1, 0, N)], [], 20)
+    before = trace_of(attempt)
+    for _ in range(2):
+        attempt.check_writable([Span(1, 3, 0, N)])
+    assert trace_of(attempt) == before
+
+
+# A word of an engine that only computes.
+
+
+def test_an_engine_at_work_says_so_once_in_a_heartbeat() -> None:
+    attempt = running()
+    for beat in (1, 2):
+        due_ns = 10 + beat * HEARTBEAT_NS
+        assert attempt.computing(due_ns - 1) == []
+        assert attempt.computing(due_ns) == [Computing(A, 0, 0)]
+        assert attempt.computing(due_ns) == []
+
+
+def test_what_is_told_is_a_word_too() -> None:
+    attempt = running()
+    assert attempt.commit([Span(0, 1, 0, N)], [], 20)
+    assert attempt.computing(20 + HEARTBEAT_NS - 1) == []
+    assert attempt.computing(20 + HEARTBEAT_NS) == [Computing(A, 0, 0)]
+
+
+def test_spans_that_are_held_are_no_word() -> None:
+    attempt = emitter([6000])
+    span, _ = single_spans(2)
+    assert attempt.commit([span], [], HEARTBEAT_NS - 1) == []
+    assert attempt.computing(HEARTBEAT_NS) == [Computing(A, 0, 0)]
 
 
 def test_a_final_with_missing_cells_is_refused_and_may_follow_them() -> None:
@@ -397,6 +470,9 @@ def test_the_spans_of_an_engine_that_cuts_as_it_was_asked_to_are_foreseen(
             group_layers=2,
             emission=emission,
         )
+        if route == "whole":
+            num_spans = 1
+        assert expected_spans(prefill, plan) == num_spans
         assert SourceAttempt(prefill, plan)._stride == -(-num_spans // 96)
 
 

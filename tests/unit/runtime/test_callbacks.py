@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace import DecoderOwner, Entry, NullDecoder, RequestOptions, SourceHandle, decoder_like
-from headrace.errors import Closed, LocalProtocolError
+from headrace.errors import Closed, LocalProtocolError, WouldBlock
 from headrace.runtime.requests import Request
 
 CONTEXT = 64
@@ -121,6 +121,58 @@ def test_whatever_a_decode_step_raises_sets_its_lane_apart(
     decoder.fault = None
     finish(owner, owner.submit(PROMPT, RequestOptions(max_tokens=3)))
     assert owner.statistics()["lanes"] == {"free": 1, "quarantined": 1, "held": 0}
+
+
+@pytest.mark.parametrize("name", ["begin_import", "publish", "read"])
+@pytest.mark.parametrize("fault", [RuntimeError, LocalProtocolError, WouldBlock])
+def test_whatever_a_decoder_raises_is_a_fault_of_its_device(
+    owner: DecoderOwner, monkeypatch: pytest.MonkeyPatch, name: str, fault: type[Exception]
+) -> None:
+    """Its lane is set apart, the text is the reason, and the owner serves on."""
+
+    def fail(*_: object) -> None:
+        raise fault("CUDA error")
+
+    monkeypatch.setattr(owner._decoder, name, fail)
+    request = owner.submit(PROMPT, RequestOptions(max_tokens=1, audit=True))
+    owner.run_until_done(request)
+    assert (request.outcome, request.reason) == ("failed", "CUDA error")
+    monkeypatch.undo()
+    after = owner.submit(PROMPT, RequestOptions(max_tokens=3))
+    owner.run_until_done(after)
+    assert after.outcome == "finished"
+    assert owner.statistics()["lanes"] == {"free": 1, "quarantined": 1, "held": 0}
+
+
+def test_a_fence_that_raises_anything_is_a_fault_of_its_device(
+    owner: DecoderOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fence:
+        asked = 0
+
+        def done(self) -> bool:
+            self.asked += 1
+            if self.asked > 1:
+                raise KeyError("event")
+            return False
+
+    monkeypatch.setattr(owner._decoder, "begin_import", lambda *_: Fence())
+    request = owner.submit(PROMPT, RequestOptions(max_tokens=1))
+    owner.run_until_done(request)
+    assert (request.outcome, request.reason) == ("failed", "'event'")
+    assert owner.statistics()["lanes"] == {"free": 1, "quarantined": 1, "held": 0}
+
+
+def test_a_lane_that_is_not_freed_is_out_of_service(
+    owner: DecoderOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner._decoder, "free", boom)
+    request = owner.submit(PROMPT, RequestOptions(max_tokens=1))
+    owner.run_until_done(request)
+    assert request.outcome == "finished"
+    monkeypatch.undo()
+    finish(owner, owner.submit(PROMPT, RequestOptions(max_tokens=1)))
+    assert owner.statistics()["lanes"]["free"] == 1
 
 
 def test_a_reservation_that_raises_anything_fails_and_the_owner_closes(

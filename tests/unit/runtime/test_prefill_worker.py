@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,96 @@ def test_a_worker_that_was_not_started(tmp_path: Path) -> None:
     with pytest.raises(Closed, match="not started"):
         gated.worker.prefill([1])
     gated.worker.close()
+
+
+def test_a_worker_that_is_closed_before_its_start(tmp_path: Path) -> None:
+    gated = Gated(tmp_path)
+    gated.gate.open()
+    gated.worker.close()
+    gated.worker.close()
+    with pytest.raises(Closed, match="the worker was closed"):
+        gated.worker.start()
+    with pytest.raises(Closed):
+        gated.worker.prefill([1])
+
+
+@pytest.mark.parametrize("where", ["on_progress", "done_callback"])
+def test_close_from_its_own_callback(gated: Gated, where: str) -> None:
+    """It asks for the end and returns; the thread ends by itself, and no Future is left open."""
+    worker = gated.worker
+    returned = threading.Event()
+
+    def close(*_: object) -> None:
+        worker.close()
+        worker.close()
+        with pytest.raises(Closed):
+            worker.prefill([1])
+        returned.set()
+
+    gated.gate.open()
+    first = worker.prefill(
+        prompt(1), STREAMED, on_progress=close if where == "on_progress" else None
+    )
+    if where == "done_callback":
+        first.add_done_callback(close)
+    others = []
+    for seed in range(2, 5):
+        with suppress(Closed):  # it may have ended by now
+            others.append(worker.prefill(prompt(seed)))
+    assert returned.wait(WITHIN_S)
+    worker._thread.join(WITHIN_S)
+    assert not worker._thread.is_alive()
+    for future in [first, *others]:
+        assert future.done()
+        if not isinstance(future.exception(0), Closed):
+            future.result(0)
+    worker.close()
+
+
+def test_what_comes_after_the_end(gated: Gated) -> None:
+    """A prefill is refused, a cancel does nothing."""
+    running = gated.prefill(1)
+    gated.worker.close()
+    assert not running.cancel()
+    with pytest.raises(Closed, match="the worker was closed"):
+        running.result(0)
+    with pytest.raises(Closed, match="closed or was not started"):
+        gated.prefill(2)
+
+
+def test_calls_cancels_and_the_end_from_many_threads(tmp_path: Path) -> None:
+    """Each call is refused or ends, whichever comes first; nothing hangs and no thread fails."""
+    gated = Gated(tmp_path)
+    gated.gate.open()
+    gated.worker.start()
+    futures: list[Future[PrefillResult]] = []
+    failures: list[BaseException] = []
+
+    def call(seed: int) -> None:
+        try:
+            for at in range(20):
+                future = gated.worker.prefill(prompt(seed + at))
+                futures.append(future)
+                if at % 3 == 0:
+                    future.cancel()
+        except Closed:
+            pass
+        except BaseException as exc:
+            failures.append(exc)
+
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    while len(futures) < 10 and any(thread.is_alive() for thread in threads):
+        pass
+    closers = [threading.Thread(target=gated.worker.close) for _ in range(3)]
+    for thread in closers:
+        thread.start()
+    for thread in [*threads, *closers]:
+        thread.join(WITHIN_S)
+        assert not thread.is_alive()
+    assert failures == []
+    assert all(future.done() for future in futures)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from headrace.backends.null import decoder_like
 from headrace.backends.replay import open as open_replay
 from headrace.errors import Refused
 from headrace.geometry import MAX_POSITIONS, Manifest
 from headrace.ids import RequestId
-from headrace.messages import Sampling
+from headrace.messages import Route, Sampling
 from headrace.runtime.requests import Request, RequestOptions
 
 
@@ -31,7 +33,7 @@ def source(**changes: Any) -> Manifest:
     ],
 )
 def test_what_makes_sense_passes(options: dict[str, Any]) -> None:
-    RequestOptions(**options).check(source())
+    RequestOptions(**options).check(source(), decoder_like(source()))
 
 
 @pytest.mark.parametrize(
@@ -52,26 +54,47 @@ def test_what_makes_sense_passes(options: dict[str, Any]) -> None:
 )
 def test_what_makes_none_is_refused_by_name(options: dict[str, Any], field: str, text: str) -> None:
     with pytest.raises(Refused) as caught:
-        RequestOptions(**options).check(source())
+        RequestOptions(**options).check(source(), decoder_like(source()))
     assert caught.value.field == field
     assert text in str(caught.value)
 
 
 def test_what_a_whole_source_cannot_do() -> None:
     whole = source(emits=())
-    RequestOptions().check(whole)
+    RequestOptions().check(whole, decoder_like(source()))
     for route in ("chunked", "streamed"):
         with pytest.raises(Refused, match="gives whole results only") as caught:
-            RequestOptions(route=route).check(whole)
+            RequestOptions(route=route).check(whole, decoder_like(source()))
         assert caught.value.field == "route"
 
 
 def test_an_emission_that_the_source_lacks() -> None:
-    layers_only = source(emits=("layers",))
-    RequestOptions(route="chunked", emission="cache_groups").check(layers_only)
-    with pytest.raises(Refused, match="does not emit by cache_groups") as caught:
-        RequestOptions(route="streamed", emission="cache_groups").check(layers_only)
+    layers_only, both = source(emits=("layers",)), decoder_like(source())
+    RequestOptions(route="chunked", emission="cache_groups").check(layers_only, both)
+    with pytest.raises(Refused, match="this source does not take cache_groups") as caught:
+        RequestOptions(route="streamed", emission="cache_groups").check(layers_only, both)
     assert caught.value.field == "emission"
+
+
+def test_an_emission_that_the_decoder_lacks() -> None:
+    decoder = replace(decoder_like(source()), emits=("layers",))
+    RequestOptions(emission="cache_groups").check(source(), decoder)
+    RequestOptions(route="streamed").check(source(), decoder)
+    with pytest.raises(Refused, match="this decoder does not take cache_groups") as caught:
+        RequestOptions(route="streamed", emission="cache_groups").check(source(), decoder)
+    assert caught.value.field == "emission"
+
+
+@pytest.mark.parametrize("side", ["source", "decoder"])
+@pytest.mark.parametrize("route", ["whole", "chunked", "streamed"])
+def test_a_digest_needs_both_sides(side: str, route: Route) -> None:
+    pair = {"source": source(), "decoder": decoder_like(source())}
+    RequestOptions(route=route, digest=True).check(**pair)
+    pair[side] = replace(pair[side], digests=())
+    RequestOptions(route=route).check(**pair)
+    with pytest.raises(Refused, match=f"this {side} has no crc32 digests") as caught:
+        RequestOptions(route=route, digest=True).check(**pair)
+    assert caught.value.field == "digest"
 
 
 @pytest.mark.parametrize(
@@ -82,9 +105,9 @@ def test_what_needs_logits_is_refused_by_a_token_source(
     options: dict[str, Any], field: str
 ) -> None:
     token_only = source(first="token")
-    RequestOptions().check(token_only)
+    RequestOptions().check(token_only, decoder_like(source()))
     with pytest.raises(Refused, match=f"no logits, which {field} needs") as caught:
-        RequestOptions(**options).check(token_only)
+        RequestOptions(**options).check(token_only, decoder_like(source()))
     assert caught.value.field == field
 
 

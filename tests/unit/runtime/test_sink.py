@@ -12,12 +12,12 @@ from msgspec.structs import replace
 
 from headrace.backends.null import decoder_like
 from headrace.backends.replay import open as open_replay
-from headrace.errors import Cancelled, LocalProtocolError
+from headrace.errors import Cancelled, LocalProtocolError, WouldBlock
 from headrace.geometry import Layout
 from headrace.ids import Span
-from headrace.messages import FromSource, Progress, SourceFinal
+from headrace.messages import Computing, FromSource, Progress, SourceFinal
 from headrace.plan import compile_plan
-from headrace.protocol.source import SourceAttempt
+from headrace.protocol.source import HEARTBEAT_NS, SourceAttempt
 from headrace.runtime.digest import crc32
 from headrace.runtime.sink import SlotSink
 from headrace.testing.sinks import ask, region_bytes
@@ -113,17 +113,76 @@ def test_a_writer_is_committed_once() -> None:
 def test_an_engines_bug_raises_where_it_is() -> None:
     rig = Rig()
     rig.sink.write(Span(0, 1, 0, NUM_TOKENS)).commit()
-    for span, text in (
-        (Span(0, 1, 19, 20), "told before"),
-        (Span(0, 9, 0, 20), "outside the model's layers"),
-        (Span(1, 2, 0, 21), "outside the prompt's positions"),
-    ):
-        with pytest.raises(LocalProtocolError, match=text):
-            rig.sink.write(span).commit()
-    assert len(rig.sent) == 1
     with pytest.raises(LocalProtocolError, match=r"layers \[1, 2\).* is missing"):
         rig.sink.final(rig.logits)
     assert len(rig.sent) == 1
+
+
+@pytest.mark.parametrize(
+    ("span", "text"),
+    [
+        (Span(0, 1, 19, 20), "would write .*told before"),
+        (Span(0, 9, 0, 20), "outside the model's layers"),
+        (Span(1, 2, 0, 21), "outside the prompt's positions"),
+    ],
+)
+def test_cells_that_may_not_be_written_are_not_handed_out(span: Span, text: str) -> None:
+    """After such a bug the attempt can only fail: each later call says the same."""
+    rig = Rig()
+    rig.sink.write(Span(0, 1, 0, NUM_TOKENS)).commit()
+    with pytest.raises(LocalProtocolError, match=text):
+        rig.sink.write(span)
+    calls: list[Callable[[], object]] = [
+        rig.sink.check,
+        lambda: rig.sink.write(Span(1, 2, 0, NUM_TOKENS)),
+        lambda: rig.sink.final(rig.logits),
+    ]
+    for call in calls:
+        with pytest.raises(LocalProtocolError, match=text):
+            call()
+    assert len(rig.sent) == 1
+    (failed,) = rig.attempt.fail("the engine's own words")
+    assert failed.reason == "the engine's own words"
+
+
+def test_a_cell_that_two_writers_hold_is_told_once() -> None:
+    rig = Rig()
+    first, second = (rig.sink.write(Span(0, 3, 0, NUM_TOKENS)) for _ in range(2))
+    first.commit()
+    with pytest.raises(LocalProtocolError, match=r"committed .*told before"):
+        second.commit()
+    with pytest.raises(LocalProtocolError, match="told before"):
+        rig.sink.final(rig.logits)
+    assert len(rig.sent) == 1
+
+
+def test_a_check_sends_a_word_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more often than every HEARTBEAT_NS, counted from the last message of any kind."""
+    rig = Rig()
+    now_ns = time.monotonic_ns()
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
+    rig.sink.write(Span(0, 1, 0, NUM_TOKENS)).commit()
+    assert len(rig.sent) == 1
+    for passed_ns, words in ((HEARTBEAT_NS - 1, 0), (1, 1), (HEARTBEAT_NS // 2, 0)):
+        now_ns += passed_ns
+        before = len(rig.sent)
+        rig.sink.check()
+        assert len(rig.sent) - before == words
+    grant = rig.attempt.prefill
+    assert rig.sent[-1] == Computing(grant.attempt, grant.slot, grant.generation)
+
+
+def test_a_word_that_finds_no_room_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner has not read for long: what counts is that the engine is not stopped by it."""
+    rig = Rig()
+    later_ns = time.monotonic_ns() + 2 * HEARTBEAT_NS
+    monkeypatch.setattr(time, "monotonic_ns", lambda: later_ns)
+
+    def full(message: FromSource) -> None:
+        raise WouldBlock("no room")
+
+    rig.sink._send = full
+    rig.sink.check()
 
 
 @pytest.mark.parametrize("layout", ["head_major", "token_major"])
@@ -188,7 +247,7 @@ def test_a_final_of_another_shape_is_refused(given: tuple[Any, Any], text: str) 
         rig.sink.write(Span(0, 1, 0, 1))
 
 
-@pytest.mark.parametrize("call", ["write", "commit", "final"])
+@pytest.mark.parametrize("call", ["check", "write", "commit", "final"])
 def test_a_cancel_that_has_come_is_raised_at_the_next_call(call: str) -> None:
     rig = Rig()
     if call == "final":
@@ -197,6 +256,7 @@ def test_a_cancel_that_has_come_is_raised_at_the_next_call(call: str) -> None:
     told = len(rig.sent)
     rig.on_poll = rig.attempt.cancel
     calls: dict[str, Callable[[], object]] = {
+        "check": rig.sink.check,
         "write": lambda: rig.sink.write(Span(0, 1, 0, NUM_TOKENS)),
         "commit": rig.sink.write if writer is None else writer.commit,
         "final": lambda: rig.sink.final(rig.logits),

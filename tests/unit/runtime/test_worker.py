@@ -17,8 +17,10 @@ from headrace.backends.null import decoder_like
 from headrace.errors import Closed, PeerDied, Refused, RemoteProtocolError, WouldBlock
 from headrace.geometry import Full, Manifest, Sliding
 from headrace.ids import AttemptId
-from headrace.messages import Cancel
+from headrace.messages import Cancel, Incompatible
+from headrace.plan import slot_layout
 from headrace.runtime.worker import SourceHandle
+from headrace.testing.sinks import ask
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -236,3 +238,33 @@ def test_an_interpreter_that_is_missing() -> None:
     with pytest.raises(Refused, match="interpreter '/nowhere/python' is missing"):
         handle.start()
     handle.close()
+
+
+@pytest.mark.parametrize("change", [-4096, -1, 1, 4096])
+def test_a_source_refuses_slots_of_another_size(
+    monkeypatch: pytest.MonkeyPatch, change: int
+) -> None:
+    """Both sides derive every offset from the plan: a slot of another size is no slot of it."""
+    with started() as handle:
+        decoder = decoder_like(handle.manifest)
+        layout = slot_layout(decoder, CONTEXT)
+        changed = layout._replace(nbytes=layout.nbytes + change)
+        monkeypatch.setattr("headrace.runtime.worker.slot_layout", lambda *_: changed)
+        text = f"slots of {changed.nbytes} bytes, the plan has {layout.nbytes}"
+        with pytest.raises(Refused, match=text):
+            handle.attach(decoder, CONTEXT, epoch=7)
+        assert handle.wait(10.0)
+        assert "exit status 1" in handle.exit_text()
+
+
+@pytest.mark.parametrize("slot", [2, 3, 1 << 40])
+def test_a_source_refuses_a_slot_that_is_not_there(slot: int) -> None:
+    with started() as handle:
+        handle.attach(decoder_like(handle.manifest), CONTEXT, epoch=7)
+        handle.send(replace(ask(4), slot=slot))
+        assert handle._channel is not None
+        assert handle._channel.wait_readable(20.0)
+        message = handle.receive()
+        assert isinstance(message, Incompatible)
+        assert message.reason == f"slot {slot} of 2"
+        assert handle.wait(10.0)

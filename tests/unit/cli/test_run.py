@@ -1,0 +1,151 @@
+"""What `headrace run` asks of an owner and what it reports, with a stand-in for the owner."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli import run_command
+from headrace.messages import Ended
+from headrace.runtime.requests import RequestOptions
+from headrace.runtime.router import OwnerFailed, RouteResult
+
+RUN = ["run", "--source", "replay", "--decoder", "module:own", "--prompt", "abc"]
+ANSWER = b"one ## two"
+
+
+class StandIn:
+    """Answers every request with ANSWER's bytes, and goes on for a while after a withdrawal."""
+
+    asked: list[RequestOptions]
+    failure: Exception | None = None
+
+    def __init__(self, config: object) -> None:
+        StandIn.asked = []
+
+    def start(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def submit(self, tokens: list[int], options: RequestOptions) -> int:
+        self.asked.append(options)
+        return len(self.asked) - 1
+
+    def result(self, label: int, on_token: Callable[[int], bool] | None = None) -> RouteResult:
+        told, withdrawn = [], False
+        for token in ANSWER[: self.asked[label].max_tokens]:
+            told.append(token)
+            if on_token is not None and on_token(token):
+                withdrawn = True
+                break
+        outcome = "cancelled" if withdrawn else "finished"
+        rows = "rows" if self.asked[label].audit and told else ""
+        return RouteResult(told, Ended(label, outcome, "", "", None, rows, ("kv",)))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    # By import_module: the name `headrace.cli.run` is the command, which hides the module.
+    monkeypatch.setattr(import_module("headrace.cli.run"), "OwnerClient", StandIn)
+    monkeypatch.setattr(StandIn, "failure", None)
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run_command([*RUN, "--json", *arguments]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def test_one_drawn_seed_serves_all_routes(capsys: pytest.CaptureFixture[str]) -> None:
+    told = report(capsys, "--route", "compare", "--temperature", "0.9")
+    assert len(StandIn.asked) == 4  # the warm-up too
+    assert {options.sampling.seed for options in StandIn.asked} == {told["seed"]}
+    assert told["seed"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("given", "seed"), [(["--temperature", "1", "--seed", "7"], 7), ([], None)]
+)
+def test_a_seed_is_drawn_only_where_it_is_missed(
+    given: list[str], seed: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report(capsys, *given)["seed"] == seed
+
+
+def test_compare_decodes_past_a_stop_string_and_shows_nothing_of_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = report(capsys, "--route", "compare", "--stop", "##")
+    assert told["identical"] is True
+    assert (told["text"], told["finish_reason"], told["outcome"]) == ("one ", "stop", "finished")
+    assert told["tokens"] == list(b"one ##")
+    assert {route["text"] for route in told["routes"].values()} == {"one "}
+
+
+def test_an_end_at_a_stop_string_is_a_finish(capsys: pytest.CaptureFixture[str]) -> None:
+    told = report(capsys, "--stop", "##")
+    assert (told["text"], told["finish_reason"], told["outcome"]) == ("one ", "stop", "finished")
+    assert report(capsys)["finish_reason"] == "length"
+
+
+def test_no_tokens_may_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    told = report(capsys, "--max-tokens", "0", "--route", "compare")
+    assert (told["tokens"], told["text"], told["identical"]) == ([], "", True)
+    assert run_command([*RUN, "--max-tokens", "0"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_text_alone_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command([*RUN, "--stop", "##"]) == 0
+    assert capsys.readouterr().out == "one \n"
+
+
+def test_a_dash_may_be_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    rest = ["run", "--source", "replay", "--decoder", "module:own", "--json"]
+    assert run_command([*rest, "--prompt", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt_tokens"] == 1
+
+
+@pytest.mark.parametrize("script", ["exit 0", "exit 3", "echo hello"])
+def test_a_source_python_that_is_none(
+    script: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(StandIn, "failure", OwnerFailed("source replay died"))
+    assert run_command([*RUN, "--source-python", str(python)]) == 2
+    assert "is not a Python that has headrace installed" in capsys.readouterr().err
+    assert run_command([*RUN, "--source-python", str(tmp_path / "absent")]) == 2
+
+
+def test_a_source_that_died_in_a_python_of_ours_is_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho headrace\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(StandIn, "failure", OwnerFailed("source replay died"))
+    for given in (["--source-python", str(python)], []):
+        assert run_command([*RUN, *given]) == 1
+        assert capsys.readouterr().err == "headrace: source replay died\n"
+
+
+def test_choosing_tokens_without_numpy_says_what_to_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(import_module("sys").modules, "headrace.engine.sampling", None)
+    assert run_command(RUN) == 2
+    assert "give --max-tokens 0" in capsys.readouterr().err
+    assert run_command([*RUN, "--max-tokens", "0"]) == 0

@@ -1,0 +1,55 @@
+"""What is measured of a request: others' decode steps between its final and its publishing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from headrace.backends.base import Entry
+from headrace.backends.null import decoder_like
+from headrace.backends.replay import open as open_replay
+from headrace.ids import AttemptId, RequestId
+from headrace.messages import SourceFinal
+from headrace.plan import compile_plan
+from headrace.runtime.active import Active
+from headrace.runtime.requests import Request, RequestOptions
+
+FINAL, PUBLISHED = 1000, 2000
+
+
+def in_the_way(*steps: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of these steps, before publishing at 2000; the final was ready at 1000 and told last."""
+    attempt = AttemptId(1, 2, 1)
+    active = Active(attempt, Request(RequestId(1, 2), 4, RequestOptions()), [1, 2, 3, 4])
+    manifest = open_replay({"layers": 1}).manifest()
+    active.plan = compile_plan(decoder_like(manifest), manifest.layouts[0], 4, 4)
+    for step in steps:
+        active.decoded_meanwhile(*step)
+    active.heard(SourceFinal(attempt, 0, 0, "logits", 0, 0, FINAL))
+    monkeypatch.setattr(time, "monotonic_ns", lambda: PUBLISHED)
+    active.published(Entry(0, 4, 1))
+    active.decoded_meanwhile(PUBLISHED, PUBLISHED + 500)
+    active.end("finished", "")
+    assert active.request.measured is not None
+    return active.request.measured.decode_in_the_way_ns
+
+
+@pytest.mark.parametrize(
+    ("steps", "ns"),
+    [
+        ([], 0),
+        ([(0, 900)], 0),  # before the final
+        ([(0, FINAL)], 0),
+        ([(800, 1300)], 300),  # a step that the final came in the middle of
+        ([(1200, 1500)], 300),
+        ([(1900, 2400)], 100),
+        ([(0, 9000)], PUBLISHED - FINAL),
+        ([(100, 200), (900, 1100), (1400, 1600), (1700, 1800)], 400),
+        ([(at, at + 1) for at in range(1000)] + [(1500, 1600)], 100),
+    ],
+)
+def test_a_step_in_the_way_counts_where_it_overlaps(
+    steps: list[tuple[int, int]], ns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert in_the_way(*steps, monkeypatch=monkeypatch) == ns
