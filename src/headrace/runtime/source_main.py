@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -28,6 +29,7 @@ from headrace.memory import Slab
 from headrace.messages import (
     Attached,
     Cancel,
+    Failed,
     FromSource,
     Hello,
     Incompatible,
@@ -95,18 +97,31 @@ class SourceProcess:
         attempt.start(time.monotonic_ns())
         try:
             self._engine.prefill_stream(tokens, sink)
-            for message in attempt.fail("the engine returned without its final"):
-                self._channel.send(message)
+            last: list[Failed] = attempt.fail("the engine returned without its final")
         except Cancelled:
             _log.debug("attempt %s cancelled", prefill.attempt)
-        except (PeerDied, WouldBlock):
+            last = []
+        except PeerDied:
             raise
         except Exception as exc:  # whatever an engine raises fails its attempt, not the process
             _log.debug("attempt %s failed", prefill.attempt, exc_info=True)
-            for message in attempt.fail(f"{type(exc).__name__}: {exc}"):
-                self._channel.send(message)
+            last = attempt.fail(f"{type(exc).__name__}: {exc}")
         self._attempt = None
-        self._channel.send(attempt.returned())
+        for failed in last:
+            self._send_for_sure(failed)
+        self._send_for_sure(attempt.returned())
+
+    def _send_for_sure(self, message: FromSource) -> None:
+        """Send what ends an attempt; the engine has returned, so waiting blocks none."""
+        writable = select.poll()
+        writable.register(self._channel.fileno(), select.POLLOUT)
+        while True:
+            try:
+                self._channel.send(message)
+            except WouldBlock:
+                writable.poll()
+            else:
+                return
 
     def _poll(self) -> None:
         """Take in what came while an engine runs: a cancel of its attempt, or the end."""
