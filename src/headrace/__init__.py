@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Fence,
         PrefillEngine,
         PrefillSink,
+        PrefillsItself,
         Reservation,
         SlotView,
         SpanWriter,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from headrace.ids import Span
     from headrace.messages import Sampling
     from headrace.plan import Copy, Plan, Region
+    from headrace.protocol.commands import Cause
     from headrace.runtime.owner import DecoderOwner
     from headrace.runtime.prefill_worker import (
         PrefillFailed,
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
         SubprocessPrefillWorker,
     )
     from headrace.runtime.requests import Request, RequestOptions
+    from headrace.runtime.supervisor import RestartPolicy
     from headrace.runtime.worker import SourceHandle
 
 __version__ = VERSION
@@ -58,6 +61,7 @@ _HOMES = {
     "BackendUnavailable": "headrace.errors",
     "Cancelled": "headrace.errors",
     "Caps": "headrace.backends.base",
+    "Cause": "headrace.protocol.commands",
     "Closed": "headrace.errors",
     "Cells": "headrace.backends.base",
     "Copy": "headrace.plan",
@@ -80,12 +84,14 @@ _HOMES = {
     "PrefillFailed": "headrace.runtime.prefill_worker",
     "PrefillResult": "headrace.runtime.prefill_worker",
     "PrefillSink": "headrace.backends.base",
+    "PrefillsItself": "headrace.backends.base",
     "Refused": "headrace.errors",
     "Region": "headrace.plan",
     "RemoteProtocolError": "headrace.errors",
     "Request": "headrace.runtime.requests",
     "RequestOptions": "headrace.runtime.requests",
     "Reservation": "headrace.backends.base",
+    "RestartPolicy": "headrace.runtime.supervisor",
     "Sampling": "headrace.messages",
     "Shared": "headrace.geometry",
     "Sliding": "headrace.geometry",
@@ -103,6 +109,7 @@ __all__ = [
     "BackendUnavailable",
     "Cancelled",
     "Caps",
+    "Cause",
     "Cells",
     "Closed",
     "Copy",
@@ -125,12 +132,14 @@ __all__ = [
     "PrefillFailed",
     "PrefillResult",
     "PrefillSink",
+    "PrefillsItself",
     "Refused",
     "Region",
     "RemoteProtocolError",
     "Request",
     "RequestOptions",
     "Reservation",
+    "RestartPolicy",
     "Sampling",
     "Shared",
     "Sliding",

@@ -66,6 +66,7 @@ class Channel(Generic[Out, In]):
         self._sock: socket.socket | None = sock
         self._encode = encode
         self._decode = decode
+        self._counts = dict.fromkeys(("sent", "sent_nbytes", "no_room", "received", "refused"), 0)
 
     def send(self, message: Out, fds: Sequence[int] = ()) -> None:
         """Queue one message and duplicates of `fds`, which stay the caller's; whole or not at all.
@@ -81,6 +82,7 @@ class Channel(Generic[Out, In]):
         try:
             sock.sendmsg([payload], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except BlockingIOError as error:
+            self._counts["no_room"] += 1
             raise WouldBlock(f"no room to queue {len(payload)} bytes") from error
         except (BrokenPipeError, ConnectionResetError) as error:
             raise PeerDied("the peer closed its end of the channel") from error
@@ -89,6 +91,8 @@ class Channel(Generic[Out, In]):
             raise LocalProtocolError(
                 f"cannot send {len(payload)} bytes with descriptors {list(fds)}: {error.strerror}"
             ) from error
+        self._counts["sent"] += 1
+        self._counts["sent_nbytes"] += len(payload)
 
     def receive(self) -> tuple[In, list[int]]:
         """Take the next message and its descriptors (close-on-exec), now the caller's.
@@ -102,11 +106,14 @@ class Channel(Generic[Out, In]):
         fds = _descriptors(ancillary)
         try:
             _check_incoming(sock, payload, flags)
-            return self._decode(payload), fds
-        except BaseException:
+            message = self._decode(payload)
+        except BaseException as error:
+            self._counts["refused"] += isinstance(error, RemoteProtocolError)
             for fd in fds:
                 os.close(fd)
             raise
+        self._counts["received"] += 1
+        return message, fds
 
     def wait_readable(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds (negative: none) until `receive` will not block.
@@ -114,6 +121,10 @@ class Channel(Generic[Out, In]):
         Raises: Closed.
         """
         return _poll(self._open_socket(), select.POLLIN, timeout_s)
+
+    def statistics(self) -> dict[str, int]:
+        """Messages sent, their bytes, those that found no room; received, and refused as none."""
+        return {**self._counts, "open": int(self._sock is not None)}
 
     def fileno(self) -> int:
         """The socket's descriptor, for a selector. Raises: Closed."""

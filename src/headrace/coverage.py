@@ -70,16 +70,17 @@ class Coverage:
         return Span(layer, layer + 1, start, stop)
 
     def _stage(self, spans: Iterable[Span]) -> dict[int, Intervals]:
-        staged: dict[int, Intervals] = {}
+        staged: dict[int, list[tuple[int, int]]] = {}  # changed in place: one copy for all spans
         for span in spans:
             self._check(span)
             for layer in range(span.layer_start, span.layer_stop):
                 lo, hi = self._windows[layer]
                 start, stop = max(lo, span.start), min(hi, span.stop)
                 if start < stop:
-                    have = staged.get(layer, self._have[layer])
-                    staged[layer] = _insert(have, start, stop, layer)
-        return staged
+                    if layer not in staged:
+                        staged[layer] = list(self._have[layer])
+                    _insert(staged[layer], start, stop, layer)
+        return {layer: tuple(intervals) for layer, intervals in staged.items()}
 
     def _check(self, span: Span) -> None:
         if not 0 <= span.layer_start < span.layer_stop <= len(self._windows):
@@ -92,18 +93,16 @@ class Coverage:
             )
 
 
-def _insert(have: Intervals, start: int, stop: int, layer: int) -> Intervals:
-    """`have` with [start, stop) merged in; the two must be disjoint."""
+def _insert(have: list[tuple[int, int]], start: int, stop: int, layer: int) -> None:
+    """Merge [start, stop) into `have`; the two must be disjoint."""
     at = bisect_left(have, (start, start))
-    before, after = have[:at], have[at:]
-    if (before and before[-1][1] > start) or (after and after[0][0] < stop):
+    if (at and have[at - 1][1] > start) or (at < len(have) and have[at][0] < stop):
         raise RemoteProtocolError(
             f"layer {layer} positions [{start}, {stop}) hold a cell told before"
         )
-    if before and before[-1][1] == start:
-        start = before[-1][0]
-        before = before[:-1]
-    if after and after[0][0] == stop:
-        stop = after[0][1]
-        after = after[1:]
-    return (*before, (start, stop), *after)
+    first, last = at, at
+    if at and have[at - 1][1] == start:
+        first, start = at - 1, have[at - 1][0]
+    if at < len(have) and have[at][0] == stop:
+        last, stop = at + 1, have[at][1]
+    have[first:last] = [(start, stop)]

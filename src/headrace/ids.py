@@ -35,6 +35,11 @@ class AttemptId(NamedTuple):
     def request(self) -> RequestId:
         return RequestId(self.epoch, self.counter)
 
+    @property
+    def next(self) -> AttemptId:
+        """The next try of the same request."""
+        return AttemptId(self.epoch, self.counter, self.attempt + 1)
+
     def __str__(self) -> str:
         return f"{self.epoch:x}.{self.counter}/{self.attempt}"
 

@@ -108,6 +108,14 @@ class Slab:
         self._open_mapping()
         return self._address
 
+    def statistics(self) -> dict[str, int]:
+        """Its bytes, and whether mapping and descriptor are still held here (0 or 1)."""
+        return {
+            "nbytes": self.nbytes,
+            "mapped": int(self._mapping is not None),
+            "descriptors": int(self._fd is not None),
+        }
+
     def close_fd(self) -> None:
         """Give up the descriptor and keep the mapping; once more is harmless."""
         if self._fd is not None:
@@ -160,9 +168,10 @@ def _allocate(fd: int, nbytes: int, label: str) -> None:
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
+        remedy = "Raise `ulimit -f`" if error.errno == errno.EFBIG else MORE_MEMORY
         raise Refused(
             f"{label}: needs {nbytes} bytes of shared memory, {available_nbytes()} bytes available "
-            f"({error.strerror}). {MORE_MEMORY}"
+            f"({error.strerror}). {remedy}"
         ) from error
 
 

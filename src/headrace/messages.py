@@ -24,10 +24,13 @@ MAX_PROGRESS: Final = 128
 MAX_TEXT: Final = 4096
 MAX_INTERVALS: Final = 256
 MAX_STOP_TOKENS: Final = 256
+MAX_ATTEMPTS: Final = 16
+MAX_ATTEMPT_TEXT: Final = 400  # of each failed attempt's reason, so that an end fits its message
 
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
 Route: TypeAlias = Literal["whole", "chunked", "streamed"]
+OnFailure: TypeAlias = Literal["fail", "retry", "local"]
 
 
 class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag_field="t"):
@@ -191,12 +194,29 @@ class Submit(_Message, frozen=True, tag="submit"):
     audit: bool
     trace: bool
     deadline_ns: Count | None
+    on_failure: OnFailure
+    max_attempts: Count
+    poison: bool
 
 
 class Withdraw(_Message, frozen=True, tag="withdraw"):
     """Cancel the request with this label, wherever it is."""
 
     label: Count
+
+
+class Inspect(_Message, frozen=True, tag="inspect"):
+    """Tell what is held; answered by `Inspected`."""
+
+
+class Reinstate(_Message, frozen=True, tag="reinstate"):
+    """An operator answers for it that the device is quiet; answered by `Reinstated`.
+
+    because: how the operator knows, for the log.
+    """
+
+    attempt: AttemptId
+    because: Text
 
 
 # Owner to router.
@@ -270,7 +290,8 @@ class Ended(_Message, frozen=True, tag="ended"):
     """The request's one terminal; `mistake` names the option if it was refused as asked.
 
     Digests are hex, empty unless asked for by `audit`: of every logits row in order, and per layer
-    of the published cells.
+    of the published cells. cause: why it was not published, as a word, or empty. attempts: the
+    reasons of the attempts that others followed.
     """
 
     label: Count
@@ -280,10 +301,38 @@ class Ended(_Message, frozen=True, tag="ended"):
     measured: Measured | None
     logits_digest: Text
     kv_digests: tuple[Text, ...]
+    cause: Text
+    attempts: Annotated[tuple[Text, ...], Meta(max_length=MAX_ATTEMPTS)]
 
 
-ToOwner: TypeAlias = Submit | Withdraw | Shutdown
-FromOwner: TypeAlias = Up | Down | Token | Events | Ended
+class Quarantined(_Message, frozen=True, tag="apart"):
+    """What an attempt left out of service, why, and for how long by now."""
+
+    attempt: AttemptId
+    reason: Text
+    for_ns: Count
+
+
+class Inspected(_Message, frozen=True, tag="inspected"):
+    """What an owner holds: counts, what is out of service, and each lane and slot as a line.
+
+    statistics: (section, name, count). What does not fit into one message is left out, lines first.
+    """
+
+    statistics: tuple[tuple[Text, Text, int], ...]
+    quarantined: tuple[Quarantined, ...]
+    lines: tuple[Text, ...]
+
+
+class Reinstated(_Message, frozen=True, tag="reinstated"):
+    """What was quarantined is in service again, or is not: then `error` says why."""
+
+    attempt: AttemptId
+    error: Text
+
+
+ToOwner: TypeAlias = Submit | Withdraw | Inspect | Reinstate | Shutdown
+FromOwner: TypeAlias = Up | Down | Token | Events | Ended | Inspected | Reinstated
 
 Message: TypeAlias = ToSource | FromSource | ToOwner | FromOwner
 

@@ -9,6 +9,7 @@ parent, is `die_with_parent`.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import select
 import shutil
@@ -29,6 +30,13 @@ ORPHAN_STATUS = 75
 TERMINATE_WAIT_S = 0.5
 KILL_WAIT_S = 30.0
 """From SIGKILL to death, in seconds: freeing touched memory alone takes about 0.3 s for each GB."""
+
+_REMEDIES = {
+    errno.EMFILE: "Raise `ulimit -n`",
+    errno.ENFILE: "The system has no descriptor left: raise fs.file-max",
+    errno.EAGAIN: "Raise `ulimit -u` or the container's limit of processes",
+    errno.ENOMEM: "Free memory or raise `ulimit -v`",
+}
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -114,6 +122,14 @@ class ChildProcess:
         if not self.died():
             raise WouldBlock(f"child {self.pid} is alive")
         return self._popen.wait()
+
+    def statistics(self) -> dict[str, int]:
+        """Its pid, and whether it is alive and whether it is watched (0 or 1)."""
+        return {
+            "pid": self.pid,
+            "alive": int(not self.died()),
+            "watched": int(self._pidfd is not None),
+        }
 
     def terminate(self) -> None:
         """Send SIGTERM; nothing happens to a child that is dead. Raises: Closed."""
@@ -219,9 +235,9 @@ def _start(
             env=env,
         )
     except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, f"Check that `{command[0]} -V` works")
         raise Refused(
-            f"cannot run {command[0]}: {error.strerror}. Check that `{command[0]} -V` works",
-            field="interpreter",
+            f"cannot run {command[0]}: {error.strerror}. {remedy}", field="interpreter"
         ) from error
 
 
@@ -262,9 +278,27 @@ def die_with_parent() -> None:
 
 
 def _exit_orphaned(parent_pid: int) -> NoReturn:
+    if _is_alive(parent_pid):  # else it died, which whoever waits for it tells
+        _say_orphaned(parent_pid)
+    os._exit(ORPHAN_STATUS)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return False
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    try:
+        return not poll.poll(0)
+    finally:
+        os.close(pidfd)
+
+
+def _say_orphaned(parent_pid: int) -> None:
     line = (
         f"headrace: parent {parent_pid} is gone, or the interpreter is a wrapper that does not "
         f"exec; this process has parent {os.getppid()} and exits\n"
     )
     os.write(2, line.encode())
-    os._exit(ORPHAN_STATUS)

@@ -7,9 +7,11 @@ is what no correct source can send. Prompts that begin with an unknown token are
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
@@ -36,6 +38,7 @@ from headrace.messages import (
     encode,
 )
 from headrace.runtime.sink import SlotSink
+from headrace.testing.malformed import Case, cases
 
 Behaviour = Callable[["Rogue"], None]
 
@@ -88,6 +91,13 @@ class Rogue:
     def wait_at_gate(self) -> None:
         with open(self._gate, "rb", buffering=0) as gate:
             gate.read(1)
+
+    def raw_for_sure(self, payload: bytes) -> None:
+        """Send a packet; if the channel is full, as soon as there is room."""
+        writable = select.poll()
+        writable.register(self.channel.fileno(), select.POLLOUT)
+        writable.poll()
+        self.channel._sock.send(payload)
 
     def raw(self, payload: bytes, fds: Sequence[int] = ()) -> None:
         socket.send_fds(self.channel._sock, [payload], list(fds))
@@ -260,6 +270,57 @@ def _empty(rogue: Rogue) -> None:
     rogue.channel._sock.send(b"")
 
 
+DIGIT = 1000  # of what a prompt's tokens say
+
+
+def case_prompt(name: str, counters_back: int, slot: int, generation: int) -> list[int]:
+    """The tokens that order a case of `headrace.testing.malformed` by its name.
+
+    A neighbour is held by another source: its request was submitted `counters_back` requests before
+    this one, and has this slot and generation.
+    """
+    number = zlib.crc32(name.encode())
+    digits = [number // DIGIT**at % DIGIT for at in range(4)]
+    return [TOKEN_OF["a case"], counters_back, slot, generation, *digits]
+
+
+def _case(rogue: Rogue) -> None:
+    """Send a case, say so, and prefill as ever if that does not end the attempt."""
+    _, back, slot, generation, *digits = rogue._tokens[:8]
+    epoch, counter, _ = rogue.identity[0]
+    neighbour = (AttemptId(epoch, counter - back, 1), slot, generation)
+    number = sum(digit * DIGIT**at for at, digit in enumerate(digits))
+    case = _case_of(rogue, number, neighbour)
+    for payload in case.payloads:
+        rogue.raw_for_sure(payload)
+    with open(f"{rogue._gate}.told", "wb", buffering=0) as told:
+        told.write(b".")
+    while case.kind == "corrupt":
+        rogue.sink.check()  # until it is cancelled
+    if case.verdict != "fails":
+        rogue.behave()
+
+
+def _case_of(rogue: Rogue, number: int, neighbour: tuple[AttemptId, int, int]) -> Case:
+    for case in cases(rogue.sink.plan, rogue.prefill, others=[neighbour]):
+        if zlib.crc32(case.name.encode()) == number:
+            return case
+    raise LookupError(f"there is no case {number:#x}")
+
+
+def _wild_clock(rogue: Rogue) -> None:
+    """Serve well, by a clock that runs from the end of time to its beginning."""
+    send = rogue.sink._send
+
+    def send_wildly(message: FromSource) -> None:
+        if isinstance(message, Progress | SourceFinal):
+            message = msgspec.structs.replace(message, begun_ns=2**64 - 1, ready_ns=0)
+        send(message)
+
+    rogue.sink._send = send_wildly
+    rogue.behave()
+
+
 BEHAVIOURS: dict[str, Behaviour] = {
     "cell twice": _twice,
     "layer outside": lambda r: r.send(r.progress((0, 99, 0, 40))),
@@ -294,6 +355,9 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "stale": _stale,
     "handshake again": _handshake_again,
     "after the final": _after_final,
+    "wild clock": _wild_clock,
+    # That which its other tokens name.
+    "a case": _case,
     # Those below end the source.
     "exits": lambda r: os._exit(3),
     "aborts": lambda r: os.abort(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +19,7 @@ import pytest
 
 from headrace.backends.base import Caps, Entry, Fence, Reservation, SlotView
 from headrace.backends.null import NullDecoder, decoder_like
+from headrace.backends.replay import ReplayOptions
 from headrace.backends.replay import open as open_replay
 from headrace.errors import DeviceError
 from headrace.geometry import Manifest
@@ -26,6 +27,7 @@ from headrace.ids import Span
 from headrace.plan import Copy, compile_plan
 from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.requests import Request, RequestOptions
+from headrace.runtime.supervisor import RestartPolicy
 from headrace.runtime.worker import SourceHandle
 from headrace.testing.sinks import MemorySink, ask, row_ranges
 
@@ -47,6 +49,11 @@ WITHIN_S = 20.0
 def prompt(seed: int, num_tokens: int = NUM_TOKENS) -> list[int]:
     """A prompt that differs with `seed`, of ids that replay's vocabulary has."""
     return [(seed * 7 + at * 3) % 31 + 1 for at in range(num_tokens)]
+
+
+def replay_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a source's options that the replay engine knows."""
+    return {k: v for k, v in options.items() if k in ReplayOptions.__struct_fields__}
 
 
 def expected_cells(
@@ -143,16 +150,19 @@ class Lab:
         slots: int = 2,
         engine: str = GATED,
         options: dict[str, Any] | None = None,
+        restart: RestartPolicy | None = None,
         **limits: Any,
     ) -> None:
+        """`restart`: of each source that is attached. `limits`: of the owner."""
         self.directory = directory
+        self.restart = restart
         self.num_slots = slots
         self._engine = engine
         self._options = options or GEOMETRY
         self._num_sources = 0
         self.handles: list[SourceHandle] = []
         self.gates: list[Gate] = []
-        source = open_replay({k: v for k, v in self._options.items() if k != "gate"})
+        source = open_replay(replay_options(self._options))
         manifest = decoder_like(source.manifest())
         self.decoder = CountingDecoder(manifest, context=CONTEXT, lanes=lanes)
         self.owner = DecoderOwner(self.decoder, context=CONTEXT, **limits)
@@ -166,7 +176,7 @@ class Lab:
         handle = SourceHandle(self._engine, options, num_slots=self.num_slots, start_timeout_s=20.0)
         self.handles.append(handle)
         handle.start()
-        self.owner.attach(handle)
+        self.owner.attach(handle, restart=self.restart)
         return handle
 
     @property

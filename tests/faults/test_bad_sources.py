@@ -20,7 +20,7 @@ ROGUE = "tests.faults.engines:open_rogue"
 OPTIONS = {**GEOMETRY, "vocab_size": 2000}
 HARMLESS = ("stale", "handshake again")
 FATAL = ("exits", "aborts", "hangs up", "dies after the final")
-OTHERS = ("after the final", "nan", "late write", "deaf", "floods")
+OTHERS = ("after the final", "nan", "late write", "deaf", "floods", "wild clock", "a case")
 HARMFUL = [name for name in BEHAVIOURS if name not in (*HARMLESS, *FATAL, *OTHERS)]
 
 REASONS = {
@@ -223,7 +223,7 @@ def test_an_endless_source_is_taken_in_by_parts(
         return Released(AttemptId(1, 2, 3), 0, 0)
 
     monkeypatch.setattr(shared.handle, "receive", tell)
-    shared.owner._receive(source)
+    shared.owner._sources._receive(source)
     assert told == MESSAGES_PER_ATTEMPT
 
 

@@ -183,6 +183,9 @@ def test_a_malformed_submit_costs_nobody_else(tmp_path: Path) -> None:
             audit=False,
             trace=False,
             deadline_ns=None,
+            on_failure="fail",
+            max_attempts=1,
+            poison=False,
         )
         fd = os.memfd_create("prompt")
         os.write(fd, bytes(4 * 4))

@@ -158,8 +158,8 @@ def test_sources_that_are_replaced_leave_nothing(tmp_path: Path) -> None:
                 lab.serve_exact(at)
                 kill(lab)
             lab.until(lambda: not lab.owner._handles, "forgotten")
-            assert not lab.owner._plans
-            assert not lab.owner._granted
+            assert not lab.owner._sources.plans
+            assert not lab.owner._sources.granted
             lab.gate.open()  # closes this side's end
             lab.owner.check_integrity()
             counts = [lab.counts(name) for name in ("lanes", "slots", "handoffs", "decoder")]
@@ -179,7 +179,7 @@ def test_a_dead_source_is_kept_while_its_slot_is_read(tmp_path: Path) -> None:
         request = lab.submit(prompt(1), hold=True)
         lab.until(lambda: lab.counts("handoffs").get("sealed") == 1, "all told, nothing fenced")
         kill(lab)
-        lab.until(lambda: bool(lab.owner._dead), "buried")
+        lab.until(lambda: bool(lab.owner._sources._dead), "buried")
         lab.owner.turn(0.0)
         assert len(lab.owner._handles) == 1
         lab.decoder.hold_fences = False

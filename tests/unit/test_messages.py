@@ -16,6 +16,8 @@ from headrace.errors import RemoteProtocolError
 from headrace.geometry import MAX_LAYERS, Full, Latent, Layer, Part, Shared, Sliding, State
 from headrace.ids import AttemptId, Span
 from headrace.messages import (
+    MAX_ATTEMPT_TEXT,
+    MAX_ATTEMPTS,
     MAX_SPANS,
     MAX_STOP_TOKENS,
     MAX_TEXT,
@@ -28,12 +30,17 @@ from headrace.messages import (
     Failed,
     Hello,
     Incompatible,
+    Inspect,
+    Inspected,
     Interval,
     Measured,
     Message,
     Prefill,
     Progress,
+    Quarantined,
     Ready,
+    Reinstate,
+    Reinstated,
     Released,
     Sampling,
     Shutdown,
@@ -69,6 +76,9 @@ SUBMIT = Submit(
     audit=True,
     trace=False,
     deadline_ns=9,
+    on_failure="retry",
+    max_attempts=3,
+    poison=False,
 )
 EXAMPLES: dict[Decode, list[Message]] = {
     wire.decode_to_source: [
@@ -91,6 +101,8 @@ EXAMPLES: dict[Decode, list[Message]] = {
         SUBMIT,
         msgspec.structs.replace(SUBMIT, stop_tokens=(), sampling=Sampling(), deadline_ns=None),
         Withdraw(1),
+        Inspect(),
+        Reinstate(A, "the device was reset"),
         Shutdown(),
     ],
     wire.decode_from_owner: [
@@ -98,8 +110,14 @@ EXAMPLES: dict[Decode, list[Message]] = {
         Down(True, "no such model"),
         Token(1, 2),
         Events(1, "source", (Interval("layer group 0", 1, 2, 3),)),
-        Ended(1, "finished", "", "", Measured(*range(14)), "ab", ("cd", "ef")),
-        Ended(1, "failed", "why", "prompt", None, "", ()),
+        Ended(1, "finished", "", "", Measured(*range(14)), "ab", ("cd", "ef"), "", ("x",)),
+        Ended(1, "failed", "why", "prompt", None, "", (), "no-source", ("a", "b")),
+        Inspected(
+            (("lanes", "free", 1), ("lanes", "held", -1)),
+            (Quarantined(A, "the device failed", 5),),
+            ("slot 0 of source 0: free",),
+        ),
+        Reinstated(A, "nothing of it is quarantined"),
     ],
 }
 SENT = [(decode, message) for decode, sent in EXAMPLES.items() for message in sent]
@@ -294,6 +312,12 @@ def test_the_largest_control_messages_stay_under_64_kib() -> None:
     )
     assert len(encode(worst)) < 4096
     assert len(encode(Failed(A, U64, U64, "\N{GOAT}" * MAX_TEXT))) < CONTROL_NBYTES
+    goats = ("\N{GOAT}" * MAX_ATTEMPT_TEXT,) * MAX_ATTEMPTS
+    digests = ("0" * 32,) * MAX_LAYERS
+    measured = Measured(*(U64,) * 14)
+    reason = "\N{GOAT}" * MAX_TEXT
+    ended = Ended(U64, "failed", reason, "", measured, "0" * 32, digests, "malformed", goats)
+    assert len(encode(ended)) < CONTROL_NBYTES - 512
 
 
 def long_named(count: int) -> tuple[Layer, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 from headrace.geometry import Layout, Manifest
 from headrace.ids import Span
@@ -133,6 +133,19 @@ class Entry:
     serial: int
 
 
+@runtime_checkable
+class PrefillsItself(Protocol):
+    """A decoder that can also prefill, in the owner's own process.
+
+    The engine may share the decoder's weights and device. It is called by the owner's thread, and
+    from within its calls of the sink every method of the decoder but `decode_step` may be called:
+    a decoder whose runtime cannot have that must not offer one.
+    """
+
+    def prefill_engine(self) -> PrefillEngine:
+        """An engine that fits this decoder; whoever asked for it closes it."""
+
+
 class SlotView(NamedTuple):
     """A slot as the owner sees it: its bytes, their address, and the layout of its KV area."""
 
@@ -168,7 +181,7 @@ class Decoder(Protocol):
     def begin_import(
         self, reservation: Reservation, slot: SlotView, copies: Sequence[Copy]
     ) -> Fence:
-        """Copy cells from the slot into the reservation."""
+        """Copy cells from the slot into the reservation; a cell may be copied more than once."""
 
     def read(self, held: Reservation | Entry, layout: Layout, copy: Copy) -> bytes | memoryview:
         """The prompt's bytes of a copy's cells as landed, in `layout` order, once it is fenced."""

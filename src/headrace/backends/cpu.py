@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 
 from headrace.backends.base import Caps, Done, Entry, Reservation, SlotView
 from headrace.backends.options import read_options
+from headrace.backends.torch import TorchEngine
 from headrace.engine.capacity import require_memory
 from headrace.engine.host import copy_rows
 from headrace.engine.lanes import Lane, lane_nbytes
@@ -196,6 +197,12 @@ class CpuDecoder:
             for lane, length in zip(lanes, before, strict=True):
                 lane.rewind(length)
             raise
+
+    def prefill_engine(self) -> TorchEngine:
+        """An engine that computes with this decoder's weights and threads."""
+        if self._model is None:
+            raise Closed("the cpu decoder was closed")
+        return TorchEngine(self._model, self._model.max_positions)
 
     def statistics(self) -> Mapping[str, int]:
         """Lanes by state, and bytes of lane storage."""

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
-from headrace.backends.base import Decoder, PrefillEngine
+from headrace.backends.base import Decoder, PrefillEngine, PrefillsItself
 from headrace.backends.legacy import LegacyEngine
 from headrace.errors import BackendUnavailable, Refused
 
@@ -42,6 +42,11 @@ def open_source(name: str, options: Mapping[str, Any]) -> PrefillEngine:
 def open_decoder(name: str, options: Mapping[str, Any]) -> Decoder:
     """The decoder called `name`, or made by the factory `module:factory`; raises as above."""
     return cast(Decoder, _factory("decoder", name, DECODERS)(options))
+
+
+def prefill_engine_of(decoder: Decoder) -> PrefillEngine | None:
+    """The decoder's own prefill engine, for the owner's process; None if it has none."""
+    return decoder.prefill_engine() if isinstance(decoder, PrefillsItself) else None
 
 
 def check_name(role: str, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `headrace run | models | doctor | bench`, and what a mistake comes to."""
+"""The command line: its commands, and what a mistake comes to."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from cyclopts import App, CycloptsError
 
 from headrace.cli.arguments import check_text
 from headrace.cli.bench import bench_app
+from headrace.cli.check import check
 from headrace.cli.doctor import doctor
 from headrace.cli.models import models_app
-from headrace.cli.run import RunOptions, run
+from headrace.cli.owner import owner_app
+from headrace.cli.run import run
+from headrace.cli.run_options import RunOptions
 from headrace.errors import BackendUnavailable, HeadraceError, Refused
 from headrace.version import VERSION
 
@@ -24,7 +27,9 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.command(run)
+app.command(check)
 app.command(doctor)
+app.command(owner_app)
 app.command(models_app)
 app.command(bench_app)
 

@@ -11,6 +11,7 @@ from headrace.engine.text import ModelText, max_positions_of, stop_tokens_of
 from headrace.errors import Refused
 from headrace.geometry import MAX_POSITIONS
 
+MAX_SECONDS = 1e9  # 30 years
 INSTALL = "run: pip install 'headrace[cpu]'"
 
 
@@ -21,6 +22,15 @@ def check_count(flag: str, value: int, *, least: int = 1, limit: int = MAX_POSIT
         raise Refused(f"{flag} is {value}; it {rule}", field=flag)
     if value >= limit:
         raise Refused(f"{flag} is {value}; it must be at most {limit - 1}", field=flag)
+
+
+def check_seconds(flag: str, value: float) -> None:
+    """Refuse a time that is not above zero, or beyond every clock."""
+    if not 0 < value <= MAX_SECONDS:  # also what is no number
+        raise Refused(
+            f"{flag} is {value:g}; it must be above 0 and at most {MAX_SECONDS:g} seconds",
+            field=flag,
+        )
 
 
 def check_output(flag: str, path: Path | None, *, make_parents: bool = False) -> None:

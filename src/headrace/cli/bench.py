@@ -6,10 +6,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from cyclopts import App
 from rich.console import Console
+from rich.table import Table
 
-from headrace.bench import control, routes, slab
+from headrace.backends.load import check_name
+from headrace.bench import control, faults, routes, slab
+from headrace.bench.faults.pair import Setting
+from headrace.bench.faults.table import figures
 from headrace.bench.rows import percentile, spread, write_rows
 from headrace.cli.arguments import check_count, check_output, open_text, read_prompt
 from headrace.errors import Refused
@@ -54,10 +59,7 @@ def slab_command(
     pieces_mb
         What an import is cut into, MiB; 8 is the owner's default.
     """
-    if not sizes_mb:
-        raise Refused("--sizes-mb is empty; give at least one size in MiB")
-    for size_mb in sizes_mb:
-        check_count("--sizes-mb", size_mb, limit=MAX_SIZE_MB + 1)
+    _check_sizes("--sizes-mb", sizes_mb)
     for piece_mb in pieces_mb:
         check_count("--pieces-mb", piece_mb, limit=MAX_SIZE_MB + 1)
     check_count("--repeats", repeats)
@@ -81,6 +83,80 @@ def slab_command(
                 soft_wrap=True,
             )
     return 0
+
+
+@bench_app.command(name="faults")
+def faults_command(
+    *,
+    cycles: int = 200,
+    sizes_mb: tuple[int, ...] = (16, 256),
+    digest_sizes_mb: tuple[int, ...] = (16, 128),
+    repeats: int = 10,
+    source: str = "replay",
+    source_options: str = "{}",
+    decoder: str = "null",
+    decoder_options: str = "{}",
+    max_prompt: int = 1 << 16,
+    out: Path | None = None,
+) -> int:
+    """Deaths and cancels on real processes: how soon they are over, and what digests cost.
+
+    Parameters
+    ----------
+    cycles
+        Kills for each size of the slab, and cancels.
+    sizes_mb
+        Slabs of the sources that are killed, MiB.
+    digest_sizes_mb
+        What is handed over with and without digests, MiB.
+    source, decoder
+        As for `headrace run`. `null` stands for an emulated decoder, and `replay` is paced.
+    """
+    _check_sizes("--sizes-mb", sizes_mb)
+    _check_sizes("--digest-sizes-mb", digest_sizes_mb)
+    check_count("--cycles", cycles)
+    check_count("--repeats", repeats)
+    check_count("--max-prompt", max_prompt)
+    check_name("source", source)
+    check_name("decoder", decoder)
+    check_output("--out", out, make_parents=True)
+    setting = Setting(
+        source,
+        _json_object("--source-options", source_options),
+        decoder,
+        _json_object("--decoder-options", decoder_options),
+        max_prompt,
+    )
+    rows = list(
+        faults.run(
+            setting,
+            cycles=cycles,
+            sizes_mb=sizes_mb,
+            digest_sizes_mb=digest_sizes_mb,
+            repeats=repeats,
+        )
+    )
+    write_rows(out, "faults", rows)
+    table = Table("figure", "result", "goal", "")
+    for figure in figures(rows):
+        met = {True: "met", False: "missed", None: ""}[figure.met]
+        table.add_row(figure.name, figure.result, figure.goal, met)
+    _console.print(table)
+    return 0
+
+
+def _check_sizes(flag: str, sizes_mb: tuple[int, ...]) -> None:
+    if not sizes_mb:
+        raise Refused(f"{flag} is empty; give at least one size in MiB")
+    for size_mb in sizes_mb:
+        check_count(flag, size_mb, limit=MAX_SIZE_MB + 1)
+
+
+def _json_object(flag: str, text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError as exc:
+        raise Refused(f"{flag} is not a JSON object: {exc}", field=flag) from exc
 
 
 @bench_app.command(name="routes")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.cli.shown import Shown
-from headrace.messages import Measured
+from headrace.messages import Ended, Measured
 from headrace.runtime.router import RouteResult
 from headrace.telemetry.timeline import draw, overlap_ns
 from headrace.version import VERSION
@@ -59,11 +59,21 @@ def identical(results: Mapping[Any, RouteResult]) -> dict[str, bool]:
     }
 
 
+def failure_text(route: str, ended: Ended) -> str:
+    """One sentence about a failed request: its cause, its reason, and those of earlier attempts."""
+    cause = f" ({ended.cause})" if ended.cause else ""
+    earlier = "; ".join(f"attempt {at}: {why}" for at, why in enumerate(ended.attempts, 1))
+    return f"the {route} route failed{cause}: {ended.reason}" + (f"; {earlier}" if earlier else "")
+
+
 def print_result(console: Console, result: RouteResult) -> None:
     """One line about a single route, on stderr so that stdout is the text alone."""
     measured = result.ended.measured
+    for at, why in enumerate(result.ended.attempts, 1):
+        console.print(f"attempt {at} failed: {why}", style="dim", markup=False, soft_wrap=True)
     if measured is None:
-        console.print(f"[dim]{result.ended.outcome}: {result.ended.reason}[/dim]")
+        text = f"{result.ended.outcome}: {result.ended.reason}"
+        console.print(text, style="dim", markup=False, soft_wrap=True)
         return
     console.print(
         f"[dim]{len(result.tokens)} tokens  TTFT {_ms(_ttft(measured))}  prefill "
@@ -139,6 +149,8 @@ def _figures(result: RouteResult, shown: Shown) -> dict[str, Any]:
         "text": shown.text,
         "outcome": shown.outcome,
         "finish_reason": shown.finish_reason,
+        "cause": result.ended.cause,
+        "failed_attempts": list(result.ended.attempts),
     }
     if measured is None:
         return base

@@ -6,7 +6,7 @@ import json
 import secrets
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,98 +14,37 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 
-from headrace.backends.load import check_name
 from headrace.cli.arguments import (
-    INSTALL,
-    check_count,
-    check_output,
     is_text,
     open_text,
     read_prompt,
 )
-from headrace.cli.report import as_json, print_comparison, print_result
+from headrace.cli.report import as_json, failure_text, print_comparison, print_result
+from headrace.cli.run_options import RunOptions, check_options, sampling_of
 from headrace.cli.shown import Printer, shown_of
 from headrace.engine.text import ByteText, TextCodec
 from headrace.errors import HeadraceError, Refused
-from headrace.geometry import MAX_POSITIONS, Emission
-from headrace.messages import Route, Sampling
+from headrace.geometry import MAX_POSITIONS
+from headrace.messages import Route
 from headrace.runtime.config import OwnerConfig
-from headrace.runtime.log import LEVELS, configure
-from headrace.runtime.requests import ROUTES, RequestOptions
+from headrace.runtime.log import configure
+from headrace.runtime.requests import MAX_ATTEMPTS_BY_DEFAULT, ROUTES, RequestOptions
 from headrace.runtime.router import OwnerClient, OwnerFailed, RouteResult
+from headrace.runtime.supervisor import RestartPolicy
 from headrace.telemetry.timeline import chrome_trace
 
 WARM_UP_TOKENS = 8
 CHUNKED_POSITIONS = 256
 CONTEXT_STEP = 64
-MAX_SEED = (1 << 63) - 1
 PROBE_TIMEOUT_S = 60.0
 
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """The options of `headrace run`."""
-
-    model: str | None = None
-    "A built-in model, a directory, a GGUF file or a hub id."
-    prompt: str | None = None
-    "The prompt's text."
-    prompt_file: Path | None = None
-    "Read the prompt from this file."
-    max_tokens: int = 32
-    "How many tokens to decode at most; 0 = hand the prompt's cache over and decode nothing."
-    route: str = "whole"
-    "whole, chunked, streamed, or compare (all three)."
-    group_layers: int = 1
-    "Layers of one layer group (streamed)."
-    emit: Emission = "layers"
-    "Layer groups of neighbours, or of one cache geometry."
-    chunk: int = 0
-    "Positions of one transfer chunk; 0 = all, and 256 on the chunked route."
-    prefill_chunk: int = 0
-    "Positions computed at once; 0 = all. It changes the numbers a little."
-    context: int | None = None
-    "Positions that a lane and a slot hold; by default what this request needs."
-    source: str = "torch"
-    "torch, replay or module:factory."
-    source_options: str = "{}"
-    "More options of the source, as a JSON object."
-    source_python: str | None = None
-    "The interpreter of the source's own environment."
-    decoder: str = "cpu"
-    "cpu, null or module:factory."
-    lanes: int = 4
-    "Active sequences of the decoder."
-    slots: int = 2
-    "Slots of the source's slab."
-    dtype: str = "float32"
-    "The weights' and the cache's dtype."
-    threads: int = 1
-    "torch threads of each process."
-    temperature: float = 0.0
-    "0 = greedy."
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    "Of the sampling; by default drawn at random, and told by --json."
-    stop: tuple[str, ...] = ()
-    "End the text before this string; may be given more than once."
-    ignore_eos: bool = False
-    "Go on after the model's end-of-text token."
-    digest: bool = False
-    "Verify every span's bytes as landed."
-    trace: Path | None = None
-    "Write a Chrome trace (opens in Perfetto)."
-    json: bool = False
-    "Print one JSON object."
-    log_level: str = "warning"
-    log_json: bool = False
+_DEFAULTS = RunOptions()
 
 
 def run(
     *,
     stdin: bool = False,
-    options: Annotated[RunOptions, Parameter(name="*")] = RunOptions(),
+    options: Annotated[RunOptions, Parameter(name="*")] = _DEFAULTS,
 ) -> int:
     """Prefill a prompt in a source process, hand its KV cache over, and decode.
 
@@ -116,7 +55,7 @@ def run(
     stdin
         Read the prompt from standard input; a lone `-` means the same.
     """
-    _check(options)
+    check_options(options)
     text = _prompt_text(options, from_stdin=stdin)
     configure(options.log_level, as_json=options.log_json)
     codec, directory, longest = _codec(options)
@@ -162,49 +101,6 @@ def _read_stdin() -> str:
         raise Refused("the prompt on standard input is not UTF-8 text; give it as UTF-8") from exc
     except OSError as exc:
         raise Refused(f"standard input cannot be read: {exc.strerror}") from exc
-
-
-def _check(options: RunOptions) -> None:
-    if options.route not in (*ROUTES, "compare"):
-        raise Refused(f"unknown route {options.route!r}; choose {', '.join(ROUTES)} or compare")
-    if options.log_level.upper() not in LEVELS:
-        raise Refused(f"unknown log level {options.log_level!r}; choose {', '.join(LEVELS)}")
-    check_name("source", options.source)
-    check_name("decoder", options.decoder)
-    for name in ("group_layers", "lanes", "slots", "threads"):
-        check_count(_flag(name), getattr(options, name))
-    for name in ("max_tokens", "chunk", "prefill_chunk", "top_k"):
-        check_count(_flag(name), getattr(options, name), least=0)
-    if options.context is not None:
-        check_count("--context", options.context)
-    if options.seed is not None:
-        check_count("--seed", options.seed, least=0, limit=MAX_SEED + 1)
-    if options.max_tokens > 0:
-        _check_sampling(options)
-    if "" in options.stop:
-        raise Refused("--stop is empty; give the text to end before, or leave it out")
-    check_output("--trace", options.trace)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _check_sampling(options: RunOptions) -> None:
-    try:
-        from headrace.engine.sampling import check_sampling
-    except ModuleNotFoundError as exc:
-        raise Refused(
-            f"choosing tokens needs {exc.name}; {INSTALL}, or give --max-tokens 0"
-        ) from exc
-    try:
-        check_sampling(_sampling(options))
-    except Refused as exc:
-        raise Refused(str(exc).replace(exc.field, _flag(exc.field), 1), field=exc.field) from exc
-
-
-def _sampling(options: RunOptions) -> Sampling:
-    return Sampling(options.temperature, options.top_p, options.top_k, options.seed)
 
 
 def _codec(options: RunOptions) -> tuple[TextCodec, Path | None, int]:
@@ -281,6 +177,11 @@ def _config(
         context=context,
         source_python=options.source_python,
         num_slots=options.slots,
+        progress_timeout_s=options.progress_timeout,
+        drain_timeout_s=options.drain_timeout,
+        restart=RestartPolicy() if options.on_failure == "retry" else None,
+        local=options.on_failure == "local",
+        control=None if options.control is None else str(options.control.absolute()),
         log_level=options.log_level,
         log_json=options.log_json,
     )
@@ -305,8 +206,12 @@ def _run_routes(
         emission=options.emit,
         max_tokens=options.max_tokens,
         stop_tokens=_stop_tokens(options, codec),
-        sampling=_sampling(options),
+        sampling=sampling_of(options),
         digest=options.digest,
+        poison=options.poison,
+        deadline_s=options.deadline,
+        on_failure=options.on_failure,
+        max_attempts=options.max_attempts or MAX_ATTEMPTS_BY_DEFAULT,
         audit=compare,
         trace=True,
     )
@@ -344,7 +249,7 @@ def _one(
     if ended.mistake:
         raise Refused(ended.reason, field=ended.mistake)
     if ended.outcome == "failed":
-        raise RequestFailed(f"the {asked.route} route failed: {ended.reason}")
+        raise RequestFailed(failure_text(asked.route, ended))
     return result
 
 

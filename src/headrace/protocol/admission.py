@@ -5,13 +5,29 @@ free slot goes to the oldest hand-off that holds storage without one; only when 
 the oldest waiting hand-off be parked, that is, hold a slot without storage. So nobody waits for a
 slot that a parked hand-off holds while that one waits for his storage: opposite holdings, and with
 them deadlock, cannot arise. At most min(prefetch depth, slots - 1) are parked.
+
+A retry keeps its storage, and so outranks new parking. It goes to another source than the one that
+failed it, if one is in service. A local attempt goes to the owner's own engine and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from headrace.protocol.handoff import Handoff, HandoffState
+
+
+@dataclass(frozen=True, slots=True)
+class FailurePolicy:
+    """What follows on a failure of a source.
+
+    num_attempts: on sources, the first included. local: one more by the owner's own engine after
+    these, or at once where no source is in service.
+    """
+
+    num_attempts: int = 1
+    local: bool = False
 
 
 class Admission:
@@ -26,8 +42,9 @@ class Admission:
         return len(self._queue)
 
     def join(self, handoff: Handoff) -> None:
-        """A new hand-off waits from now on."""
+        """A hand-off waits from now on, behind those of older requests."""
         self._queue.append(handoff)
+        self._queue.sort(key=lambda waiting: waiting.attempt)
 
     def leave(self, handoff: Handoff) -> None:
         """The hand-off ended, or holds both; it waits no longer."""
@@ -40,18 +57,24 @@ class Admission:
             return None
         return self._oldest(HandoffState.PARKED) or self._oldest(HandoffState.WAITING)
 
-    def next_for_slot(self, *, num_slots: int, num_parked: int) -> Handoff | None:
-        """Who gets a free slot of a slab with `num_slots`, of which `num_parked` are parked."""
-        reserved = self._oldest(HandoffState.RESERVED)
-        if reserved is not None:
-            return reserved
+    def next_for_slot(
+        self, fits: Callable[[Handoff], bool], *, num_slots: int, num_parked: int
+    ) -> Handoff | None:
+        """Who of those that fit gets a free slot of a slab with `num_slots`.
+
+        `num_parked`: hand-offs that are parked, wherever.
+        """
+        if self._oldest(HandoffState.RESERVED):
+            return self._oldest(HandoffState.RESERVED, fits)
         if num_parked < min(self.prefetch_depth, num_slots - 1):
-            return self._oldest(HandoffState.WAITING)
+            return self._oldest(HandoffState.WAITING, fits)
         return None
 
     def waiting(self) -> Iterable[Handoff]:
         """All that wait, oldest first."""
         return tuple(self._queue)
 
-    def _oldest(self, state: HandoffState) -> Handoff | None:
-        return next((handoff for handoff in self._queue if handoff.state is state), None)
+    def _oldest(
+        self, state: HandoffState, fits: Callable[[Handoff], bool] = lambda handoff: True
+    ) -> Handoff | None:
+        return next((h for h in self._queue if h.state is state and fits(h)), None)

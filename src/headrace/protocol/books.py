@@ -6,7 +6,7 @@ The books decide nothing. `Owner` changes them; here they are looked up, counted
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -14,15 +14,14 @@ from headrace.errors import LocalProtocolError
 from headrace.ids import AttemptId, ImportId, RequestId, SlotIndex, SourceId
 from headrace.messages import Computing, Failed, Progress, Released, SourceFinal
 from headrace.plan import Plan
-from headrace.protocol.admission import Admission
+from headrace.protocol.admission import Admission, FailurePolicy
 from headrace.protocol.commands import Command
 from headrace.protocol.handoff import Handoff, HandoffState
 from headrace.protocol.slots import Slot, SlotState, SlotTable
+from headrace.protocol.snapshot import LaneLine, SlotLine, Snapshot
 
 AttemptMessage: TypeAlias = Computing | Progress | SourceFinal | Failed | Released
 PlanFor: TypeAlias = Callable[[int], Plan]
-
-DECIDED = (HandoffState.PUBLISHED, HandoffState.DRAINING, HandoffState.ENDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +40,16 @@ class Limits:
 class Source:
     slots: SlotTable
     plan_for: PlanFor
+    local: bool = False  # an engine in the owner's own process, which cannot die
     running: AttemptId | None = None
     ending: bool = False  # to be killed: what it were granted now would die with it
     dead: bool = False
+
+    @property
+    def in_service(self) -> bool:
+        """Whether some slot of it can be granted, now or later."""
+        gone = self.dead or self.ending
+        return not gone and any(s.state is not SlotState.QUARANTINED for s in self.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +60,25 @@ class Import:
     expected: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestRecord:
-    handoff: Handoff
+    handoff: Handoff  # of the attempt that runs
     deadline_ns: int | None
+    policy: FailurePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """What an attempt left behind that is not known to be quiet.
+
+    lane: whether a lane went out of service with it; not when it was promised one that was lost
+    before. lost_reads: read tokens that came back by no fence.
+    """
+
+    reason: str
+    since_ns: int
+    lane: bool = True
+    lost_reads: tuple[tuple[Slot, ImportId], ...] = ()
 
 
 class Books:
@@ -67,7 +88,11 @@ class Books:
         self.epoch = epoch
         self.limits = limits
         self.dropped: Counter[str] = Counter()
+        self.ended: Counter[str] = Counter()
+        self.num_retries = 0
         self._lanes_quarantined = 0
+        self._apart: dict[AttemptId, Apart] = {}
+        self._expected = 0
         self._admission = Admission(limits.num_lanes, limits.prefetch_depth)
         self._sources: dict[SourceId, Source] = {}
         self._requests: dict[RequestId, RequestRecord] = {}
@@ -83,13 +108,15 @@ class Books:
 
     @property
     def no_slot_left(self) -> bool:
-        """Whether no source can grant a slot again: all dead or ending, or all slots set apart."""
-        return not any(
-            slot.state is not SlotState.QUARANTINED
-            for source in self._sources.values()
-            if not (source.dead or source.ending)
-            for slot in source.slots
+        """Whether no source can grant a slot again, and none is expected."""
+        return not self._expected and not any(
+            source.in_service and not source.local for source in self._sources.values()
         )
+
+    @property
+    def no_local_left(self) -> bool:
+        """Whether the owner has no engine of its own, or has lost its slot."""
+        return not any(source.in_service and source.local for source in self._sources.values())
 
     @property
     def no_lane_left(self) -> bool:
@@ -101,6 +128,11 @@ class Books:
         """Imports and digest checks begun and not reported back."""
         return len(self._imports)
 
+    @property
+    def apart(self) -> Mapping[AttemptId, Apart]:
+        """What is out of service, by the attempt that left it behind."""
+        return self._apart
+
     def is_in_flight(self, import_id: ImportId) -> bool:
         """Whether an import is still waited for; one that was given up on is not."""
         return import_id in self._imports
@@ -110,8 +142,45 @@ class Books:
         entry = self._requests.get(request)
         return HandoffState.ENDED if entry is None else entry.handoff.state
 
+    def attempt_of(self, request: RequestId) -> AttemptId | None:
+        """The attempt that a request is at; None once it is forgotten."""
+        entry = self._requests.get(request)
+        return None if entry is None else entry.handoff.attempt
+
+    def snapshot(self) -> Snapshot:
+        """Everything that is held now."""
+        holders = [handoff for handoff in self._handoffs() if handoff.has_storage]
+        lanes = [LaneLine(handoff.attempt, _lane_state(handoff)) for handoff in holders]
+        for attempt, apart in self._apart.items():
+            if apart.lane:
+                lanes.append(LaneLine(attempt, "quarantined", apart.reason, apart.since_ns))
+        slots = [
+            SlotLine(
+                source_id,
+                slot.index,
+                slot.generation,
+                slot.state.name.lower(),
+                slot.holder,
+                tuple(slot.tokens_out()),
+                slot.draining_since_ns if slot.state in _NOT_REUSABLE else 0,
+            )
+            for source_id, source in self._sources.items()
+            for slot in source.slots
+        ]
+        return Snapshot(
+            self._admission.lanes_free,
+            tuple(lanes),
+            tuple(slots),
+            tuple(handoff.attempt for handoff in self._admission.waiting()),
+            tuple(self._count_sources().items()),
+        )
+
     def statistics(self) -> dict[str, dict[str, int]]:
-        """Counts of lanes, slots (all sources) and hand-offs by state, and of dropped messages."""
+        """Counts: lanes, slots (all sources), hand-offs by state, sources; and since the start.
+
+        dropped: messages by reason. ended: requests by cause, or `published`. retries: attempts
+        that another followed. quarantined: what is out of service, by reason.
+        """
         slots = Counter({state.name.lower(): 0 for state in SlotState})
         for source in self._sources.values():
             slots.update(source.slots.statistics())
@@ -122,7 +191,11 @@ class Books:
             "lanes": lanes,
             "slots": dict(slots),
             "handoffs": dict(handoffs),
+            "sources": self._count_sources(),
             "dropped": dict(self.dropped),
+            "ended": dict(self.ended),
+            "retries": {"count": self.num_retries},
+            "quarantined": dict(Counter(apart.reason for apart in self._apart.values())),
         }
 
     def check_integrity(self) -> None:
@@ -134,6 +207,8 @@ class Books:
         lanes = self.statistics()["lanes"]
         if sum(lanes.values()) != self.limits.num_lanes:
             raise LocalProtocolError(f"lanes {lanes} are not {self.limits.num_lanes} in all")
+        if sum(apart.lane for apart in self._apart.values()) != self._lanes_quarantined:
+            raise LocalProtocolError(f"{lanes}, and apart are {self._apart}")
         for source_id, source in self._sources.items():
             for slot in source.slots:
                 free = slot.state is SlotState.FREE
@@ -149,6 +224,14 @@ class Books:
 
     def _handoffs(self) -> Iterator[Handoff]:
         return (entry.handoff for entry in self._requests.values())
+
+    def _count_sources(self) -> dict[str, int]:
+        in_service = sum(source.in_service for source in self._sources.values())
+        return {
+            "in_service": in_service,
+            "gone": len(self._sources) - in_service,
+            "expected": self._expected,
+        }
 
     def _attached(self, source_id: SourceId) -> Source:
         if source_id not in self._sources:
@@ -167,8 +250,12 @@ class Books:
         if entry is None or entry.handoff.attempt != attempt:
             return None
         handoff = entry.handoff
-        known = handoff.source == source_id and handoff.state not in DECIDED
-        return handoff if known else None
+        return handoff if handoff.source == source_id and handoff.live else None
+
+    def _speaking(self, source_id: SourceId, attempt: AttemptId | None) -> Handoff | None:
+        """As `_live`, and the write token is out: after its return a source has no say."""
+        handoff = self._live(source_id, attempt)
+        return handoff if handoff is not None and self._slot_of(handoff).writer_out else None
 
     def _leased(self, source: Source, message: AttemptMessage) -> Slot | None:
         if not 0 <= message.slot < len(source.slots):
@@ -204,3 +291,12 @@ class Books:
         record = self._expect_import(import_id)
         del self._imports[import_id]
         return record
+
+
+_NOT_REUSABLE = (SlotState.DRAINING, SlotState.QUARANTINED)
+
+
+def _lane_state(handoff: Handoff) -> str:
+    if handoff.state is HandoffState.PUBLISHED:
+        return "published"
+    return "draining" if handoff.state is HandoffState.DRAINING else "reserved"

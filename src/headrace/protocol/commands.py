@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from headrace.ids import AttemptId, Generation, ImportId, RequestId, SlotIndex, SourceId, Span
 
@@ -19,6 +19,27 @@ class Outcome(Enum):
     PUBLISHED = "published"
     FAILED = "failed"
     CANCELLED = "cancelled"
+
+
+class Cause(Enum):
+    """What ended a hand-off that was not published."""
+
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    STALLED = "stalled"
+    SOURCE_FAILED = "source-failed"
+    SOURCE_DIED = "source-died"
+    MALFORMED = "malformed"
+    CORRUPT = "corrupt"
+    DEVICE = "device"
+    NO_STORAGE = "no-storage"
+    NO_SOURCE = "no-source"
+
+
+OF_THE_SOURCE: Final = frozenset(
+    {Cause.STALLED, Cause.SOURCE_FAILED, Cause.SOURCE_DIED, Cause.MALFORMED, Cause.CORRUPT}
+)
+"""What another attempt can mend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +126,20 @@ class Quarantine:
 
 
 @dataclass(frozen=True, slots=True)
+class Retry:
+    """The attempt failed and is quiet: the next one goes on, with its storage if it had any."""
+
+    attempt: AttemptId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
-    """The hand-off's one terminal, for its caller."""
+    """The hand-off's one terminal, for its caller; `cause` is None if it was published."""
 
     request: RequestId
     outcome: Outcome
+    cause: Cause | None
     reason: str
 
 
@@ -123,5 +153,6 @@ Command: TypeAlias = (
     | Publish
     | Free
     | Quarantine
+    | Retry
     | Report
 )

@@ -7,13 +7,17 @@
     SEALED      the source-final input is there and every cell was told; imports may still run
     PUBLISHED   the entry is visible and decodes
     DRAINING    begins nothing; imports that run are waited for
-    ENDED       holds no storage
+    ENDED       nothing runs; its storage is given back, or passed on to the next attempt
 
 Two coverages are kept. `claimed` is what the source has told, checked before anything changes, so
 that a cell told twice or outside the plan is refused. `landed` is what is proven to be in the
 reservation: a span counts there when every piece of it is fenced and, where asked for, its digest
 was found right. Publishing looks at `landed`, at the source-final input and at what is in flight,
 and at nothing else.
+
+An attempt that failed by its source's fault may be given up instead of decided: it drains without a
+terminal, and once it is quiet the next attempt takes its storage over. Until then a cancel, a
+deadline or a device's fault may still decide it.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from headrace.messages import MAX_PROGRESS
 from headrace.plan import Plan
 from headrace.protocol.commands import Outcome
 from headrace.protocol.machine import Machine
-from headrace.protocol.slots import Lease
+from headrace.protocol.slots import Lease, Slot
 
 
 class HandoffState(Enum):
@@ -110,13 +114,27 @@ class Handoff(Machine[HandoffState, HandoffEvent]):
         _S.ENDED: {},
     }
 
-    def __init__(self, attempt: AttemptId, num_tokens: int, *, digest: bool = False) -> None:
-        """`digest`: every span must come with one."""
+    def __init__(
+        self,
+        attempt: AttemptId,
+        num_tokens: int,
+        *,
+        digest: bool = False,
+        local: bool = False,
+        avoid: SourceId | None = None,
+    ) -> None:
+        """`digest`: every span must come with one.
+
+        `local`: for the owner's own engine. `avoid`: the source that failed the attempt before.
+        """
         super().__init__(HandoffState.WAITING, f"hand-off {attempt}")
         self.attempt = attempt
         self.num_tokens = num_tokens
         self.digest = digest
+        self.local = local
+        self.avoid = avoid
         self.outcome: Outcome | None = None
+        self.reason = ""
         self.has_storage = False
         self.source: SourceId | None = None
         self.lease: Lease | None = None
@@ -124,6 +142,7 @@ class Handoff(Machine[HandoffState, HandoffEvent]):
         self.token: int | None = None
         self.last_progress_ns = 0
         self.quarantine_reason = ""
+        self.lost_reads: list[tuple[Slot, ImportId]] = []  # of imports that were never fenced
         self._plan: Plan | None = None
         self._claimed = Coverage((), 0)
         self._landed = Coverage((), 0)
@@ -136,6 +155,16 @@ class Handoff(Machine[HandoffState, HandoffEvent]):
     def in_flight(self) -> int:
         """Imports begun and not yet fenced."""
         return len(self._flights)
+
+    @property
+    def live(self) -> bool:
+        """Whether the source may tell of it: it is neither published nor over."""
+        return self.allows(HandoffEvent.END) and self.state is not HandoffState.PUBLISHED
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it is over without a terminal: another attempt is to follow."""
+        return self.outcome is None and self.state in (HandoffState.DRAINING, HandoffState.ENDED)
 
     @property
     def publishable(self) -> bool:
@@ -286,17 +315,27 @@ class Handoff(Machine[HandoffState, HandoffEvent]):
         self.outcome = Outcome.PUBLISHED
         self._step(HandoffEvent.PUBLISH)
 
-    def end(self, outcome: Outcome) -> bool:
-        """Begin nothing more; returns whether this decided the terminal."""
+    def end(self, outcome: Outcome | None, reason: str = "") -> bool:
+        """Begin nothing more; returns whether this decided the terminal. None gives it up."""
         self._check(HandoffEvent.END)
-        decided = self.outcome is None
-        if decided:
-            self.outcome = outcome
+        decided = self.outcome is None and outcome is not None
+        if self.outcome is None:
+            self.outcome, self.reason = outcome, reason
         self._queue.clear()
         self._queued_nbytes = 0
         self._step(HandoffEvent.END)
         self._settle()
         return decided
+
+    def decide(self, outcome: Outcome) -> None:
+        """The terminal of an attempt that was given up: no other follows.
+
+        Raises:
+            LocalProtocolError: it was not given up.
+        """
+        if not self.given_up:
+            raise LocalProtocolError(f"{self._name}: {self.state.name} {self.outcome} is decided")
+        self.outcome = outcome
 
     def _settle(self) -> None:
         if self.state is HandoffState.STREAMING and self.final and self._claimed.complete:

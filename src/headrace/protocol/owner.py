@@ -5,8 +5,8 @@ must do. A message is looked at in three steps. Whose is it: one of an attempt t
 or another source's is counted by reason and dropped. Is it legal: one that breaks the protocol
 fails its own attempt and nothing else. Only then does anything change.
 
-A caller hears of its hand-off once, at the decision (`Report`). Storage and slot drain after that,
-independently: storage is freed when no import runs, the slot when its tokens are back.
+Who gets storage and slots is told in `headrace.protocol.grants`; how an attempt ends, and what
+follows, in `headrace.protocol.endings`.
 """
 
 from __future__ import annotations
@@ -18,47 +18,27 @@ from typing import assert_never
 from headrace.errors import LocalProtocolError, Refused, RemoteProtocolError
 from headrace.ids import AttemptId, ImportId, RequestId, SourceId
 from headrace.messages import Computing, Failed, Progress, Released, SourceFinal
-from headrace.protocol.books import (
-    DECIDED,
-    AttemptMessage,
-    Books,
-    PlanFor,
-    RequestRecord,
-    Source,
-)
+from headrace.protocol.admission import FailurePolicy
+from headrace.protocol.books import AttemptMessage, RequestRecord, Source
 from headrace.protocol.commands import (
+    Cause,
     CheckDigest,
     Command,
-    Free,
     KillSource,
     Outcome,
-    Publish,
-    Quarantine,
     Report,
-    Reserve,
-    SendCancel,
     StartImport,
-    StartPrefill,
 )
+from headrace.protocol.endings import NO_LANE, NO_REASON, NO_SLOT
+from headrace.protocol.grants import Grants
 from headrace.protocol.handoff import Handoff, HandoffState
-from headrace.protocol.slots import Slot, SlotState, SlotTable
-
-NO_SLOT = "no prefill source is left in service"
-NO_LANE = "no decoder storage is left in service"
-NO_REASON = "the device failed and gave no reason"
+from headrace.protocol.slots import Slot, SlotState
 
 
-class Owner(Books):
+class Owner(Grants):
     """Sans-IO owner of one decoder's storage and of its sources' slots."""
 
     # What comes in.
-
-    def add_source(self, source: SourceId, num_slots: int, plan_for: PlanFor, now_ns: int) -> None:
-        """A source attached; `plan_for(n)` compiles the plan of a prompt of n tokens for it."""
-        if source in self._sources:
-            raise LocalProtocolError(f"source {source} is attached already")
-        self._sources[source] = Source(SlotTable(num_slots), plan_for)
-        self._admit(now_ns)
 
     def submit(
         self,
@@ -67,39 +47,48 @@ class Owner(Books):
         deadline_ns: int | None = None,
         *,
         digest: bool = False,
+        policy: FailurePolicy | None = None,
     ) -> RequestId:
         """A new request; its hand-off waits for storage and slot.
 
         `digest`: the source is asked to stamp every span, and one without a stamp is malformed.
+        `policy`: what follows on a failure of a source; by default nothing.
 
         Raises:
             Refused: it can never fit, or no source or no storage is left in service.
         """
+        policy = policy or FailurePolicy()
         if not 1 <= num_tokens <= self.limits.context:
             raise Refused(
                 f"a prompt of {num_tokens} tokens does not fit a context of 1 to "
                 f"{self.limits.context}; raise --context or change the prompt",
                 field="prompt",
             )
-        if self.no_slot_left:
+        local = self.no_slot_left and policy.local and not self.no_local_left
+        if self.no_slot_left and not local:
             raise Refused(NO_SLOT, field="source")
         if self.no_lane_left:
             raise Refused(NO_LANE, field="decoder")
         attempt = AttemptId(self.epoch, self._next_request, 1)
         self._next_request += 1
-        handoff = Handoff(attempt, num_tokens, digest=digest)
-        self._requests[attempt.request] = RequestRecord(handoff, deadline_ns)
+        handoff = Handoff(attempt, num_tokens, digest=digest, local=local)
+        self._requests[attempt.request] = RequestRecord(handoff, deadline_ns, policy)
         self._admission.join(handoff)
         self._admit(now_ns)
         return attempt.request
 
-    def message(self, source_id: SourceId, message: AttemptMessage, now_ns: int) -> None:
-        """A source told something about an attempt."""
+    def message(
+        self, source_id: SourceId, message: AttemptMessage, now_ns: int, fault: str = ""
+    ) -> None:
+        """A source told something about an attempt.
+
+        `fault`: what the shell found wrong with it; it is malformed if it is not to be dropped.
+        """
         source = self._attached(source_id)
         if source.dead:
             self.dropped["dead"] += 1
             return
-        handoff = self._live(source_id, message.attempt)
+        handoff = self._speaking(source_id, message.attempt)
         slot = self._leased(source, message)
         if slot is None:
             if handoff is None:
@@ -107,12 +96,23 @@ class Owner(Books):
             else:
                 text = f"slot {message.slot} generation {message.generation}"
                 self._protocol_fault(handoff, f"{text} is not its lease", now_ns)
-        elif isinstance(message, Released):
+        elif isinstance(message, Released) and slot.writer_out:
             self._released(source, slot, handoff, now_ns)
-        elif handoff is None:
+        elif handoff is None or isinstance(message, Released):
             self.dropped["late"] += 1
+        elif fault:
+            self._protocol_fault(handoff, fault, now_ns)
         else:
             self._tell(handoff, message, now_ns)
+        self._admit(now_ns)
+
+    def undecodable(self, source_id: SourceId, reason: str, now_ns: int) -> None:
+        """A source sent what is no message: the attempt that it runs fails, if it is undecided."""
+        source = self._attached(source_id)
+        self.dropped["undecodable"] += 1
+        handoff = self._speaking(source_id, source.running)
+        if handoff is not None:
+            self._fail(handoff, Cause.MALFORMED, reason, now_ns)
         self._admit(now_ns)
 
     def source_died(self, source_id: SourceId, reason: str, now_ns: int) -> None:
@@ -124,7 +124,7 @@ class Owner(Books):
             if slot.writer_out:
                 handoff = self._live(source_id, slot.holder)
                 if handoff is not None and not handoff.final:
-                    self._end(handoff, Outcome.FAILED, reason, now_ns)
+                    self._fail(handoff, Cause.SOURCE_DIED, reason, now_ns)
                 slot.writer_back()
         self._fail_stranded(reason, now_ns)
         self._admit(now_ns)
@@ -142,9 +142,12 @@ class Owner(Books):
     ) -> bool:
         """The caller wants no more; False if the hand-off was decided before."""
         entry = self._requests.get(request)
-        if entry is None or entry.handoff.state in DECIDED:
+        if entry is None or entry.handoff.outcome is not None:
             return False
-        self._end(entry.handoff, Outcome.CANCELLED, reason, now_ns)
+        if entry.handoff.given_up:
+            self._decide(entry.handoff, Outcome.CANCELLED, Cause.CANCELLED, reason)
+        else:
+            self._end(entry.handoff, Outcome.CANCELLED, Cause.CANCELLED, reason, now_ns)
         self._admit(now_ns)
         return True
 
@@ -163,19 +166,24 @@ class Owner(Books):
             self._commands.append(CheckDigest(check_id, handoff.attempt, entry.span, entry.digest))
         self._after(handoff, now_ns)
 
-    def digest_checked(self, import_id: ImportId, actual: int, now_ns: int) -> None:
-        """The digest of a span's bytes as landed was computed."""
+    def digest_checked(
+        self, import_id: ImportId, actual: int, now_ns: int, reason: str = ""
+    ) -> None:
+        """The digest of a span's bytes as landed was computed.
+
+        `reason`: what else is wrong with these bytes; then they are bad whatever the digest.
+        """
         record = self._expect_import(import_id)
         if record.slot is not None:
             raise LocalProtocolError(f"import {import_id} is a copy, not a digest check")
         self._take_import(import_id)
         handoff = record.handoff
         span = handoff.span_of(import_id)
-        good = actual == record.expected
+        good = actual == record.expected and not reason
         handoff.end_import(import_id, good=good)
-        if not good and handoff.state not in DECIDED:
-            reason = f"digest of {span}: {actual:#x} landed, {record.expected:#x} sent"
-            self._end(handoff, Outcome.FAILED, reason, now_ns)
+        if not good and handoff.live:
+            reason = reason or f"digest of {span}: {actual:#x} landed, {record.expected:#x} sent"
+            self._fail(handoff, Cause.CORRUPT, reason, now_ns)
         self._after(handoff, now_ns)
 
     def import_failed(self, import_id: ImportId, reason: str, now_ns: int) -> None:
@@ -183,11 +191,14 @@ class Owner(Books):
 
         The slot's read token stays out, so the slot ends in quarantine, as the storage does.
         """
-        handoff = self._take_import(import_id).handoff
+        record = self._take_import(import_id)
+        handoff = record.handoff
         handoff.quarantine_reason = reason or NO_REASON
+        if record.slot is not None:
+            handoff.lost_reads.append((record.slot, import_id))
         handoff.end_import(import_id, good=False)
-        if handoff.state not in DECIDED:
-            self._end(handoff, Outcome.FAILED, reason, now_ns)
+        if handoff.outcome is None:
+            self._fail(handoff, Cause.DEVICE, reason or NO_REASON, now_ns)
         self._after(handoff, now_ns)
 
     def published(self, attempt: AttemptId, now_ns: int) -> None:
@@ -195,7 +206,16 @@ class Owner(Books):
         handoff = self._known(attempt)
         handoff.publish()
         self._slot_of(handoff).end(now_ns)
-        self._commands.append(Report(attempt.request, Outcome.PUBLISHED, ""))
+        self.ended[Outcome.PUBLISHED.value] += 1
+        self._commands.append(Report(attempt.request, Outcome.PUBLISHED, None, ""))
+        self._admit(now_ns)
+
+    def publish_refused(self, attempt: AttemptId, reason: str, now_ns: int) -> None:
+        """A cell of what was to be published was never written: the storage itself is sound."""
+        handoff = self._known(attempt)
+        if not handoff.publishable:
+            raise LocalProtocolError(f"hand-off {attempt} is {handoff.state.name}: not publishing")
+        self._fail(handoff, Cause.CORRUPT, reason, now_ns)
         self._admit(now_ns)
 
     def reserve_refused(self, attempt: AttemptId, reason: str, now_ns: int) -> None:
@@ -205,15 +225,15 @@ class Owner(Books):
             raise LocalProtocolError(f"hand-off {attempt} is {handoff.state.name}: not reserving")
         handoff.has_storage = False
         self._admission.lanes_free += 1
-        self._end(handoff, Outcome.FAILED, reason, now_ns)
+        self._fail(handoff, Cause.NO_STORAGE, reason, now_ns)
         self._admit(now_ns)
 
     def device_failed(self, attempt: AttemptId, reason: str, now_ns: int) -> None:
         """A reserve or a publish failed: the storage is set apart and the attempt fails."""
         handoff = self._known(attempt)
         handoff.quarantine_reason = reason or NO_REASON
-        if handoff.state is not HandoffState.DRAINING:
-            self._end(handoff, Outcome.FAILED, reason, now_ns)
+        if handoff.outcome is None:
+            self._fail(handoff, Cause.DEVICE, reason or NO_REASON, now_ns)
         self._admit(now_ns)
 
     def retire(self, request: RequestId, now_ns: int, quarantine_reason: str = "") -> None:
@@ -223,16 +243,7 @@ class Owner(Books):
             raise LocalProtocolError(f"request {request} is {state.name}, not PUBLISHED")
         handoff = self._requests[request].handoff
         handoff.quarantine_reason = quarantine_reason
-        self._end(handoff, Outcome.PUBLISHED, "", now_ns)
-        self._admit(now_ns)
-
-    def lane_lost(self, now_ns: int) -> None:
-        """The device failed to free a lane: it is taken out of service.
-
-        It may be promised to another by now: then the count of free lanes is below zero until
-        that one gives its own back, or is refused.
-        """
-        self._take_lane_out()
+        self._end(handoff, Outcome.PUBLISHED, None, "", now_ns)
         self._admit(now_ns)
 
     def tick(self, now_ns: int) -> None:
@@ -277,62 +288,10 @@ class Owner(Books):
 
     # How it is decided.
 
-    def _admit(self, now_ns: int) -> None:
-        while self._admit_storage() or self._admit_slot(now_ns):
-            pass
-        self._fail_stranded(NO_SLOT, now_ns)
-
-    def _fail_stranded(self, no_slot_reason: str, now_ns: int) -> None:
-        """Nobody waits for what cannot be had again."""
-        for handoff in self._admission.waiting():
-            if self.no_lane_left and not handoff.has_storage:
-                self._end(handoff, Outcome.FAILED, NO_LANE, now_ns)
-            elif self.no_slot_left and handoff.lease is None:
-                self._end(handoff, Outcome.FAILED, no_slot_reason, now_ns)
-
-    def _admit_storage(self) -> bool:
-        handoff = self._admission.next_for_storage()
-        if handoff is None:
-            return False
-        self._admission.lanes_free -= 1
-        handoff.reserve()
-        self._commands.append(Reserve(handoff.attempt, handoff.num_tokens))
-        if handoff.lease is not None:
-            self._admission.leave(handoff)
-            self._publish_if_ready(handoff)
-        return True
-
-    def _admit_slot(self, now_ns: int) -> bool:
-        num_parked = sum(h.state is HandoffState.PARKED for h in self._handoffs())
-        for source_id, source in self._sources.items():
-            busy = source.running is not None
-            if source.dead or source.ending or busy or not source.slots.num_free:
-                continue
-            handoff = self._admission.next_for_slot(
-                num_slots=len(source.slots), num_parked=num_parked
-            )
-            if handoff is not None:
-                self._lease(handoff, source_id, source, now_ns)
-                return True
-        return False
-
-    def _lease(self, handoff: Handoff, source_id: SourceId, source: Source, now_ns: int) -> None:
-        plan = source.plan_for(handoff.num_tokens)  # first: it may refuse
-        lease = source.slots.lease(handoff.attempt)
-        handoff.take_lease(source_id, lease, plan, now_ns)
-        source.running = handoff.attempt
-        self._commands.append(
-            StartPrefill(handoff.attempt, source_id, lease.slot, lease.generation)
-        )
-        if handoff.has_storage:
-            self._admission.leave(handoff)
-
     def _released(self, source: Source, slot: Slot, handoff: Handoff | None, now_ns: int) -> None:
-        if not slot.writer_out:
-            self._protocol_fault(handoff, "the write token came back twice", now_ns)
-            return
         if handoff is not None and not handoff.final:
-            self._end(handoff, Outcome.FAILED, "the source returned without its final", now_ns)
+            reason = "the source returned without its final"
+            self._fail(handoff, Cause.SOURCE_FAILED, reason, now_ns)
         source.running = None
         slot.writer_back()
 
@@ -354,86 +313,53 @@ class Owner(Books):
                     reason = f"failed after its final: {message.reason}"
                     self._protocol_fault(handoff, reason, now_ns)
                 case Failed():
-                    self._end(handoff, Outcome.FAILED, message.reason, now_ns)
+                    self._fail(handoff, Cause.SOURCE_FAILED, message.reason, now_ns)
                 case _:
                     assert_never(message)
         except RemoteProtocolError as exc:
             self._protocol_fault(handoff, str(exc), now_ns)
 
-    def _protocol_fault(self, handoff: Handoff | None, reason: str, now_ns: int) -> None:
+    def _protocol_fault(self, handoff: Handoff, reason: str, now_ns: int) -> None:
         self.dropped["malformed"] += 1
-        if handoff is not None:
-            self._end(handoff, Outcome.FAILED, reason, now_ns)
-
-    def _end(self, handoff: Handoff, outcome: Outcome, reason: str, now_ns: int) -> None:
-        published = handoff.state is HandoffState.PUBLISHED
-        decided = handoff.end(outcome)
-        self._withdraw(Publish, handoff.attempt)
-        self._admission.leave(handoff)
-        if handoff.lease is not None and not published:
-            slot = self._slot_of(handoff)
-            source_id = self._source_of(handoff)
-            if self._sources[source_id].running == handoff.attempt:
-                self._commands.append(SendCancel(handoff.attempt, source_id))
-            slot.end(now_ns)
-        if decided:
-            self._commands.append(Report(handoff.attempt.request, outcome, reason))
-        self._forget_if_ended(handoff)
-
-    def _forget_if_ended(self, handoff: Handoff) -> None:
-        if handoff.state is not HandoffState.ENDED:
-            return
-        if handoff.has_storage:
-            handoff.has_storage = False
-            self._admission.lanes_free += 1
-            if handoff.quarantine_reason:
-                self._take_lane_out()
-                self._commands.append(Quarantine(handoff.attempt, handoff.quarantine_reason))
-            elif not self._withdraw(Reserve, handoff.attempt):
-                self._commands.append(Free(handoff.attempt))
-        self._requests.pop(handoff.attempt.request, None)
-
-    def _take_lane_out(self) -> None:
-        if not self.no_lane_left:  # a lane that was lost while promised goes out of service once
-            self._admission.lanes_free -= 1
-            self._lanes_quarantined += 1
+        self._fail(handoff, Cause.MALFORMED, reason, now_ns)
 
     def _after(self, handoff: Handoff, now_ns: int) -> None:
         self._publish_if_ready(handoff)
-        self._forget_if_ended(handoff)
+        if self.attempt_of(handoff.attempt.request) == handoff.attempt:
+            self._settle_end(handoff, now_ns)
         self._admit(now_ns)
 
-    def _publish_if_ready(self, handoff: Handoff) -> None:
-        if handoff.publishable:
-            slot = self._slot_of(handoff)
-            source = self._source_of(handoff)
-            self._commands.append(Publish(handoff.attempt, source, slot.index, handoff.token))
-
     def _deadlines(self, now_ns: int) -> Iterator[tuple[int, Callable[[], None]]]:
-        def fail(handoff: Handoff, reason: str) -> Callable[[], None]:
+        def fail(attempt: AttemptId, cause: Cause, reason: str) -> Callable[[], None]:
             def act() -> None:
-                if handoff.state not in DECIDED:
-                    self._end(handoff, Outcome.FAILED, reason, now_ns)
+                entry = self._requests.get(attempt.request)
+                if entry is None or entry.handoff.outcome is not None:
+                    return
+                same = entry.handoff.attempt == attempt and entry.handoff.live
+                if same or cause is Cause.DEADLINE:
+                    self._fail(entry.handoff, cause, reason, now_ns)
 
             return act
 
-        for entry in self._requests.values():
-            handoff = entry.handoff
-            if handoff.state in DECIDED:
-                continue
-            if entry.deadline_ns is not None:
-                yield entry.deadline_ns, fail(handoff, "its deadline passed")
-            if handoff.lease is not None and not handoff.final:
-                due_ns = handoff.last_progress_ns + self.limits.progress_timeout_ns
-                yield due_ns, fail(handoff, "the source made no progress in time")
-        for import_id, record in self._imports.items():
-            due_ns = record.begun_ns + self.limits.drain_timeout_ns
-            yield due_ns, partial(self._give_up, import_id, now_ns)
         for source_id, source in self._sources.items():
             for slot in source.slots:
                 if slot.state is SlotState.DRAINING:
                     due_ns = slot.draining_since_ns + self.limits.drain_timeout_ns
                     yield due_ns, partial(self._quarantine, source_id, slot)
+        for entry in self._requests.values():
+            handoff = entry.handoff
+            if handoff.outcome is not None:
+                continue
+            if entry.deadline_ns is not None:
+                text = "its deadline passed"
+                yield entry.deadline_ns, fail(handoff.attempt, Cause.DEADLINE, text)
+            if handoff.live and handoff.lease is not None and not handoff.final:
+                due_ns = handoff.last_progress_ns + self.limits.progress_timeout_ns
+                text = "the source made no progress in time"
+                yield due_ns, fail(handoff.attempt, Cause.STALLED, text)
+        for import_id, record in self._imports.items():
+            due_ns = record.begun_ns + self.limits.drain_timeout_ns
+            yield due_ns, partial(self._give_up, import_id, now_ns)
 
     def _give_up(self, import_id: ImportId, now_ns: int) -> None:
         if import_id in self._imports:
@@ -441,14 +367,8 @@ class Owner(Books):
 
     def _quarantine(self, source_id: SourceId, slot: Slot) -> None:
         slot.deadline()
-        if slot.writer_out:
-            self._sources[source_id].ending = True
+        source = self._sources[source_id]
+        if slot.writer_out and not source.local:
+            source.ending = True
             reason = f"slot {slot.index} was not given back in time"
             self._commands.append(KillSource(source_id, reason))
-
-    def _withdraw(self, kind: type[Publish] | type[Reserve], attempt: AttemptId) -> bool:
-        """Take back a command that was not given out yet, so that an end outruns it."""
-        kept = [c for c in self._commands if not (isinstance(c, kind) and c.attempt == attempt)]
-        withdrawn = len(kept) < len(self._commands)
-        self._commands = kept
-        return withdrawn

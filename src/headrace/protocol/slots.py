@@ -147,6 +147,13 @@ class Slot(Machine[SlotState, SlotEvent]):
         self._check(SlotEvent.DEADLINE)
         self._step(SlotEvent.DEADLINE)
 
+    def tokens_out(self) -> Iterator[str]:
+        """Names of the tokens that are out."""
+        if self.writer_out:
+            yield "write"
+        for token in sorted(self.readers):
+            yield f"read {token}"
+
     def _settle(self) -> None:
         if self.state is SlotState.READY and self.readers:
             self._step(SlotEvent.READERS_LEFT)

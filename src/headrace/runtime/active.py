@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from headrace.backends.base import Decoder, Entry, Reservation
+from headrace.backends.base import Decoder, Entry, Fence, Reservation
 from headrace.errors import LocalProtocolError
 from headrace.ids import AttemptId, Span
 from headrace.messages import Interval, Measured, Progress, SourceFinal
 from headrace.plan import Plan
 from headrace.protocol.books import AttemptMessage
+from headrace.protocol.commands import Cause
 from headrace.runtime.requests import Request
 
 if TYPE_CHECKING:
@@ -22,21 +23,26 @@ if TYPE_CHECKING:
 
 
 class Active:
-    """One request from its submission until its storage is free again."""
+    """One request from its submission until its storage is free again, attempt by attempt."""
 
     def __init__(self, attempt: AttemptId, request: Request, tokens: Sequence[int]) -> None:
-        self.attempt = attempt
         self.request = request
         self.held: Reservation | Entry | None = None
-        self.plan: Plan | None = None
         self.broken = False  # its storage could not be had; what else was commanded is moot
-        self.callback_error = ""  # what a caller's callback raised
         self._prompt = array("I", tokens)
         self._sampler: Sampler | None = None
         self._logits = hashlib.blake2b(digest_size=16)
+        self._submitted_ns = time.monotonic_ns()
+        self._begin(attempt)
+
+    def _begin(self, attempt: AttemptId) -> None:
+        """What is of one attempt only."""
+        self.attempt = attempt
+        self.plan: Plan | None = None
+        self.callback_error = ""  # what a caller's callback raised
+        self.poisoned: Fence | None = None  # of the poison in its storage, before any import
         self._imports: list[tuple[int, int]] = []  # (fenced at ns, bytes)
         self._nbytes_imported = 0
-        self._submitted_ns = time.monotonic_ns()
         self._prefill_begun_ns = 0
         self._source_final_ns = 0
         self._published_ns = 0
@@ -46,6 +52,14 @@ class Active:
         self._num_spans = 0
         self._num_groups = 0
         self._steps: deque[tuple[int, int]] = deque(maxlen=64)  # of others, the last before publish
+
+    def retry(self, reason: str) -> None:
+        """The attempt failed and is quiet: the next one goes on, with its storage if it has any."""
+        request = self.request
+        request.attempts.append(reason)
+        request.source_intervals.clear()
+        request.owner_intervals.clear()
+        self._begin(self.attempt.next)
 
     @property
     def the_plan(self) -> Plan:
@@ -149,10 +163,11 @@ class Active:
             digests.append(digest.hexdigest())
         self.request.kv_digests = tuple(digests)
 
-    def end(self, outcome: str, reason: str) -> None:
-        """Give the request its one terminal."""
+    def end(self, outcome: str, reason: str, cause: Cause | None) -> None:
+        """Give the request its one terminal; `cause` is None if it finished."""
         request = self.request
         request.reason = reason
+        request.cause = "" if cause is None else cause.value
         if request.options.audit and request.tokens:
             request.logits_digest = self._logits.hexdigest()
         if self._published_ns:
@@ -180,3 +195,8 @@ class Active:
                 for begun_ns, ended_ns in self._steps
             ),
         )
+
+
+def reason_of(exc: Exception) -> str:
+    """What an exception says, or its kind if it says nothing."""
+    return str(exc) or type(exc).__name__

@@ -6,12 +6,16 @@ from typing import Any
 
 from msgspec import Struct
 
+from headrace.runtime.supervisor import RestartPolicy
+
 
 class OwnerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """One decoder and its one source, as JSON on the owner's command line.
 
     context: positions of a lane and of a slot. source_python: the interpreter of another
-    environment, or None for the owner's own.
+    environment, or None for the owner's own. restart: how a source that dies is started again, or
+    None for not at all. local: whether the owner may prefill by itself, for requests that ask for
+    it. control: the path of a socket for operators, or None for none.
     """
 
     decoder: str
@@ -25,5 +29,8 @@ class OwnerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     start_timeout_s: float = 600.0
     progress_timeout_s: float = 600.0
     drain_timeout_s: float = 120.0
+    restart: RestartPolicy | None = None
+    local: bool = False
+    control: str | None = None
     log_level: str = "WARNING"
     log_json: bool = False

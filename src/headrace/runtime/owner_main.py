@@ -13,12 +13,13 @@ import socket
 import sys
 from array import array
 from collections import deque
+from contextlib import ExitStack
 from typing import TypeAlias
 
 import msgspec
 
-from headrace.backends.base import Decoder
-from headrace.backends.load import check_name, open_decoder
+from headrace.backends.base import Decoder, PrefillEngine
+from headrace.backends.load import check_name, open_decoder, prefill_engine_of
 from headrace.backends.null import decoder_like
 from headrace.channel import Channel
 from headrace.errors import (
@@ -30,11 +31,14 @@ from headrace.errors import (
     WouldBlock,
 )
 from headrace.messages import (
+    MAX_ATTEMPT_TEXT,
     MAX_INTERVALS,
     Down,
     Ended,
     Events,
     FromOwner,
+    Inspect,
+    Reinstate,
     Shutdown,
     Submit,
     Token,
@@ -48,6 +52,7 @@ from headrace.messages import (
 from headrace.plan import TOKEN_NBYTES
 from headrace.process import die_with_parent
 from headrace.runtime.config import OwnerConfig
+from headrace.runtime.control import ControlSocket, answer
 from headrace.runtime.log import configure
 from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.requests import Request, RequestOptions
@@ -82,13 +87,18 @@ class OwnerProcess:
                 self._owner.context,
             )
         )
+        self._flush()
+        self._owner.each_turn(self._report)
         while not self._shutdown:
-            self._flush()
             self._owner.turn(0.01 if self._outbox else 60.0)
-            for label, request in list(self._running.items()):
-                if request.done:
-                    del self._running[label]
-                    self._end(label, request)
+        self._flush()
+
+    def _report(self) -> None:
+        """Say which requests are over, and send what waits."""
+        for label, request in list(self._running.items()):
+            if request.done:
+                del self._running[label]
+                self._end(label, request)
         self._flush()
 
     def _receive(self) -> None:
@@ -106,8 +116,12 @@ class OwnerProcess:
                 case Withdraw():
                     if message.label in self._running:
                         self._owner.cancel(self._running[message.label])
+                case Inspect() | Reinstate():
+                    self._outbox.append(answer(self._owner, message))
                 case Shutdown():
                     self._shutdown = True
+                    for request in self._running.values():
+                        self._owner.cancel(request)  # a prefill of the owner's own ends, too
 
     def _submit(self, submit: Submit, descriptors: list[int]) -> None:
         label = submit.label
@@ -121,7 +135,7 @@ class OwnerProcess:
         except (Refused, RemoteProtocolError) as exc:
             named = exc.field if isinstance(exc, Refused) else ""
             reason, field = travelling_text(str(exc)), named or "request"
-            self._outbox.append(Ended(label, "failed", reason, field, None, "", ()))
+            self._outbox.append(Ended(label, "failed", reason, field, None, "", (), "", ()))
         else:
             self._running[label] = request
 
@@ -140,6 +154,8 @@ class OwnerProcess:
                 request.measured,
                 request.logits_digest,
                 request.kv_digests,
+                request.cause,
+                tuple(travelling_text(reason)[:MAX_ATTEMPT_TEXT] for reason in request.attempts),
             )
         )
 
@@ -167,6 +183,9 @@ def options_of(submit: Submit) -> RequestOptions:
         audit=submit.audit,
         trace=submit.trace,
         deadline_s=None if submit.deadline_ns is None else submit.deadline_ns / 1e9,
+        on_failure=submit.on_failure,
+        max_attempts=submit.max_attempts,
+        poison=submit.poison,
     )
 
 
@@ -211,7 +230,8 @@ def _serve(channel: RouterChannel, config: OwnerConfig) -> None:
         log_level=config.log_level,
     )
     handle.start()  # it loads while this process loads the decoder
-    try:
+    with ExitStack() as stack:
+        stack.callback(handle.close)
         decoder = _open_decoder(config, handle)
         owner = DecoderOwner(
             decoder,
@@ -219,16 +239,13 @@ def _serve(channel: RouterChannel, config: OwnerConfig) -> None:
             prefetch_depth=config.prefetch_depth,
             progress_timeout_s=config.progress_timeout_s,
             drain_timeout_s=config.drain_timeout_s,
+            local=_own_engine(config, decoder) if config.local else None,
         )
-    except BaseException:
-        handle.close()
-        raise
-    try:
-        owner.attach(handle)
+        stack.callback(owner.close)
+        owner.attach(handle, restart=config.restart)
+        if config.control is not None:
+            stack.callback(ControlSocket(config.control, owner).close)
         OwnerProcess(channel, owner, handle).serve(decoder)
-    finally:
-        owner.close()
-        handle.close()
 
 
 def _open_decoder(config: OwnerConfig, handle: SourceHandle) -> Decoder:
@@ -236,6 +253,17 @@ def _open_decoder(config: OwnerConfig, handle: SourceHandle) -> Decoder:
     if config.decoder == "null":
         options["manifest"] = decoder_like(handle.manifest)
     return open_decoder(config.decoder, options)
+
+
+def _own_engine(config: OwnerConfig, decoder: Decoder) -> PrefillEngine:
+    engine = prefill_engine_of(decoder)
+    if engine is None:
+        raise Refused(
+            f"decoder {config.decoder} has no prefill engine of its own, which on_failure local "
+            "needs; use fail or retry",
+            field="on_failure",
+        )
+    return engine
 
 
 def _read_prompt(descriptors: list[int], num_tokens: int) -> array[int]:

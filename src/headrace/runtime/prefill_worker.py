@@ -24,13 +24,18 @@ from headrace.geometry import Layout, Manifest
 from headrace.ids import Span
 from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.requests import Request, RequestOptions
+from headrace.runtime.supervisor import RestartPolicy
 from headrace.runtime.worker import SourceHandle
 
 ProgressCallback = Callable[[Span, int, int], None]
 
 
 class PrefillFailed(HeadraceError):
-    """The prefill ended as failed; the text is its reason."""
+    """The prefill ended as failed; the text is its reason, and `cause` a word for it."""
+
+    def __init__(self, text: str, cause: str = "") -> None:
+        super().__init__(text)
+        self.cause = cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +90,12 @@ class SubprocessPrefillWorker:
         start_timeout_s: float = 300.0,
         log_level: str = "WARNING",
         env: Mapping[str, str] | None = None,
+        restart: RestartPolicy | None = None,
     ) -> None:
-        """`engine`: torch, replay or module:factory; `context`: the longest prompt in tokens."""
+        """`engine`: torch, replay or module:factory; `context`: the longest prompt in tokens.
+
+        `restart`: how the source is started again when it dies; by default not at all.
+        """
         self._handle = SourceHandle(
             engine,
             options,
@@ -97,6 +106,8 @@ class SubprocessPrefillWorker:
             env=env,
         )
         self._context = context
+        self._restart = restart
+        self._counts = dict.fromkeys(("prefills", "finished", "failed", "cancelled"), 0)
         self._calls: SimpleQueue[_Call | Future[PrefillResult] | None] = SimpleQueue()
         self._running: dict[Future[PrefillResult], tuple[Request, _Call]] = {}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -144,6 +155,18 @@ class SubprocessPrefillWorker:
             raise Closed("the worker is closed or was not started")
         future.add_done_callback(self._cancelled)
         return future
+
+    def statistics(self) -> dict[str, int]:
+        """Counts since the start, those that run, and those that wait for the thread.
+
+        prefills: taken up; each is finished, failed or cancelled in the end. From any thread.
+        """
+        return {
+            **self._counts,
+            "running": len(self._running),
+            "waiting": self._calls.qsize(),
+            "serving": int(self._serving),
+        }
 
     def close(self) -> None:
         """End what runs, then the source and the thread. Idempotent.
@@ -200,7 +223,7 @@ class SubprocessPrefillWorker:
             lanes = self._handle.num_slots
             decoder = NullDecoder(decoder_like(manifest), context=self._context, lanes=lanes)
             owner = DecoderOwner(decoder, context=self._context)
-            owner.attach(self._handle)
+            owner.attach(self._handle, restart=self._restart)
             owner.watch(self._wake, self._woken)
             self._ready.set_result(manifest)
             while self._take_calls(owner):
@@ -229,7 +252,7 @@ class SubprocessPrefillWorker:
             if isinstance(call, _Call):
                 waiting.append(call.future)
         for future in waiting:
-            _fail(future, Closed("the worker was closed"))
+            self._fail(future, Closed("the worker was closed"))
 
     def _woken(self) -> None:
         os.eventfd_read(self._wake)
@@ -245,14 +268,16 @@ class SubprocessPrefillWorker:
             if isinstance(call, Future):
                 if call in self._running:
                     owner.cancel(self._running.pop(call)[0])
+                    self._counts["cancelled"] += 1
                     call.set_running_or_notify_cancel()  # else `futures.wait` never sees its end
                 continue
             try:
                 request = owner.submit(call.tokens, call.options, on_progress=call.progress)
             except Exception as exc:  # tokens that are no numbers, too: the thread must live on
-                _fail(call.future, exc)
+                self._fail(call.future, exc)
             else:
                 self._running[call.future] = (request, call)
+                self._counts["prefills"] += 1
 
     def _settle(self, owner: DecoderOwner) -> None:
         for future, (request, call) in list(self._running.items()):
@@ -262,14 +287,22 @@ class SubprocessPrefillWorker:
                 continue
             del self._running[future]
             if request.entry is None:
-                _fail(future, call.failure or PrefillFailed(request.reason))
+                cause = PrefillFailed(request.reason, request.cause)
+                self._fail(future, call.failure or cause)
                 continue
             result = _copy_out(owner, request)
             owner.release(request)
             if call.failure is not None:
-                _fail(future, call.failure)
+                self._fail(future, call.failure)
             elif future.set_running_or_notify_cancel():
+                self._counts["finished"] += 1
                 future.set_result(result)
+
+    def _fail(self, future: Future[PrefillResult], exc: Exception) -> None:
+        """Fail a Future unless its caller has cancelled it."""
+        if future.set_running_or_notify_cancel():
+            self._counts["failed"] += 1
+            future.set_exception(exc)
 
 
 def _copy_out(owner: DecoderOwner, request: Request) -> PrefillResult:
@@ -280,9 +313,3 @@ def _copy_out(owner: DecoderOwner, request: Request) -> PrefillResult:
     )
     token = request.tokens[0] if request.tokens else None
     return PrefillResult(plan.num_tokens, plan.layout, plan.windows, parts, request.logits, token)
-
-
-def _fail(future: Future[PrefillResult], exc: Exception) -> None:
-    """Fail a Future unless its caller has cancelled it."""
-    if future.set_running_or_notify_cancel():
-        future.set_exception(exc)

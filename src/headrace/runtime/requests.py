@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import get_args
 
 from headrace.backends.base import Entry
 from headrace.errors import Refused
 from headrace.geometry import MAX_POSITIONS, Emission, Manifest
 from headrace.ids import RequestId, Span
-from headrace.messages import Interval, Measured, Route, Sampling
+from headrace.messages import (
+    MAX_ATTEMPTS,
+    Interval,
+    Measured,
+    OnFailure,
+    Route,
+    Sampling,
+)
+from headrace.protocol.admission import FailurePolicy
 
 ROUTES: tuple[Route, ...] = ("whole", "chunked", "streamed")
 DIGEST = "crc32"  # the one algorithm that runs; another is agreed on only when it is built
 EMISSIONS = ("layers", "cache_groups")
+ON_FAILURE: tuple[OnFailure, ...] = get_args(OnFailure)
+MAX_ATTEMPTS_BY_DEFAULT = 3
 MAX_DEADLINE_S = 1e9  # 30 years; beyond it, ns no longer fit the clock's arithmetic
 
 
@@ -25,8 +36,14 @@ class RequestOptions:
     all. prefill_chunk: positions computed at once, 0 = all; it changes the numbers a little, so it
     is part of the pairing. max_tokens: tokens to decode, 0 = publish only. digest: verify every
     span as landed. audit: keep digests of all logits rows and published cells. trace: keep the
-    intervals. deadline_s: the hand-off must be published within it. hold: stop at the published
-    entry and keep it until `DecoderOwner.release`, for a caller that decodes by itself.
+    intervals. deadline_s: the hand-off must be published within it, with all its attempts. hold:
+    stop at the published entry and keep it until `DecoderOwner.release`, for a caller that decodes
+    by itself.
+
+    on_failure: what follows when a source fails: `fail`, `retry` (up to `max_attempts` attempts in
+    all, on another source where there is one), or `local` (the owner prefills by itself where it
+    can). poison: fill the reserved cells with a pattern before the first import, and publish only
+    if none of it is left.
     """
 
     route: Route = "whole"
@@ -42,17 +59,32 @@ class RequestOptions:
     trace: bool = False
     deadline_s: float | None = None
     hold: bool = False
+    on_failure: OnFailure = "fail"
+    max_attempts: int = MAX_ATTEMPTS_BY_DEFAULT
+    poison: bool = False
 
-    def check(self, source: Manifest, decoder: Manifest) -> None:
-        """Refuse what makes no sense, or what this pair cannot do, by the option's name."""
+    @property
+    def policy(self) -> FailurePolicy:
+        """What the owner's machine is told of `on_failure`."""
+        if self.on_failure == "retry":
+            return FailurePolicy(num_attempts=self.max_attempts)
+        return FailurePolicy(local=self.on_failure == "local")
+
+    def check_values(self) -> None:
+        """Refuse what makes no sense, whoever serves it, by the option's name."""
         if self.route not in ROUTES:
             raise Refused(f"route {self.route!r} is not one of {', '.join(ROUTES)}", field="route")
-        for name in ("group_layers", "chunk", "prefill_chunk", "max_tokens"):
-            value, least = getattr(self, name), 1 if name == "group_layers" else 0
-            if type(value) is not int or not least <= value < MAX_POSITIONS:
+        for name, least, most in (
+            ("group_layers", 1, MAX_POSITIONS - 1),
+            ("chunk", 0, MAX_POSITIONS - 1),
+            ("prefill_chunk", 0, MAX_POSITIONS - 1),
+            ("max_tokens", 0, MAX_POSITIONS - 1),
+            ("max_attempts", 1, MAX_ATTEMPTS),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
                 raise Refused(
-                    f"{name} is {value!r}; it is a count from {least} to {MAX_POSITIONS - 1}",
-                    field=name,
+                    f"{name} is {value!r}; it is a count from {least} to {most}", field=name
                 )
         if self.emission not in EMISSIONS:
             raise Refused(
@@ -64,6 +96,15 @@ class RequestOptions:
                 f"deadline_s is {self.deadline_s}; it is at most {MAX_DEADLINE_S}",
                 field="deadline_s",
             )
+        if self.on_failure not in ON_FAILURE:
+            raise Refused(
+                f"on_failure {self.on_failure!r} is not one of {', '.join(ON_FAILURE)}",
+                field="on_failure",
+            )
+
+    def check(self, source: Manifest, decoder: Manifest) -> None:
+        """Refuse what makes no sense, or what this pair cannot do, by the option's name."""
+        self.check_values()
         if self.route != "whole" and not source.emits:
             raise Refused(
                 f"this source gives whole results only and cannot serve route {self.route!r}",
@@ -86,7 +127,10 @@ class Request:
     """One request as its caller sees it; filled in by the owner's turns.
 
     entry, logits: of a request that asked to `hold`: what was published, and the source's final row
-    of logits (empty if it gave a token id, which is then the only one of `tokens`).
+    of logits (empty if it gave a token id, which is then the only one of `tokens`). cause: why it
+    did not finish, as one of `Cause`'s words; empty while it runs and when it finished. attempts:
+    the reasons of attempts that failed and that another followed. The intervals and what is
+    measured are those of the last attempt, but for the time of submission.
     """
 
     request: RequestId
@@ -97,6 +141,8 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     outcome: str = ""
     reason: str = ""
+    cause: str = ""
+    attempts: list[str] = field(default_factory=list)
     measured: Measured | None = None
     logits_digest: str = ""
     kv_digests: tuple[str, ...] = ()

@@ -7,18 +7,24 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
 from headrace.channel import Channel, socket_pair
 from headrace.errors import HeadraceError, PeerDied, Refused, RemoteProtocolError, WouldBlock
+from headrace.ids import AttemptId
 from headrace.memory import memfd_with
 from headrace.messages import (
     Down,
     Ended,
     Events,
     FromOwner,
+    Inspect,
+    Inspected,
     Interval,
+    Reinstate,
+    Reinstated,
     Shutdown,
     Submit,
     Token,
@@ -26,11 +32,15 @@ from headrace.messages import (
     Up,
     Withdraw,
     decode_from_owner,
+    decode_to_owner,
     encode,
+    travelling_text,
 )
 from headrace.process import ChildProcess
 from headrace.runtime.config import OwnerConfig
 from headrace.runtime.requests import RequestOptions
+
+_M = TypeVar("_M", bound=FromOwner)
 
 OWNER_MODULE = "headrace.runtime.owner_main"
 QUEUED_MESSAGES = 64
@@ -60,6 +70,7 @@ class OwnerClient:
         self._child: ChildProcess | None = None
         self._up = False
         self._next_label = 0
+        self._num_ended = 0
         self._inbox: dict[int, deque[FromOwner]] = {}  # ends with each request's `Ended`
 
     def start(self) -> Up:
@@ -110,7 +121,15 @@ class OwnerClient:
             options.audit,
             options.trace,
             None if deadline_s is None else int(deadline_s * 1e9),
+            options.on_failure,
+            options.max_attempts,
+            options.poison,
         )
+        try:
+            decode_to_owner(encode(message))
+        except RemoteProtocolError:
+            options.check_values()  # names what the owner could not even read
+            raise
         fd = memfd_with(memoryview(array("I", tokens)), "headrace-prompt")
         try:
             self._send(message, [fd])
@@ -140,6 +159,37 @@ class OwnerClient:
                 del self._inbox[label]
                 return RouteResult(tokens, message, lanes["source"], lanes["owner"])
 
+    def inspect(self) -> Inspected:
+        """What the owner holds: counts, what is quarantined, each lane and slot as a line.
+
+        Raises:
+            PeerDied, OwnerFailed: the owner is gone.
+        """
+        self._send(Inspect(), [])
+        return self._answer(Inspected)
+
+    def reinstate(self, attempt: AttemptId, because: str) -> None:
+        """Have what an attempt left in quarantine back in service; see `DecoderOwner.reinstate`.
+
+        Raises:
+            Refused: the owner did not do it; the text says why.
+        """
+        self._send(Reinstate(attempt, travelling_text(because)), [])
+        answer = self._answer(Reinstated)
+        if answer.error:
+            raise Refused(answer.error, field="attempt")
+
+    def statistics(self) -> dict[str, int]:
+        """Counts: requests submitted and ended, messages kept for whoever asks, the channel's."""
+        channel = {} if self._channel is None else self._channel.statistics()
+        return {
+            "alive": int(self._child is not None and not self._child.died()),
+            "submitted": self._next_label,
+            "ended": self._num_ended,
+            "kept": sum(map(len, self._inbox.values())),
+            **channel,
+        }
+
     def close(self, grace_s: float = 10.0) -> None:
         """Ask the owner to end, wait, then make sure. Idempotent.
 
@@ -167,10 +217,21 @@ class OwnerClient:
         """The next message of a request; what comes of others is kept for whoever asks for them."""
         inbox = self._inbox.setdefault(label, deque())
         while not inbox:
-            message = self._next()
-            if isinstance(message, Token | Events | Ended):
-                self._inbox.setdefault(message.label, deque()).append(message)
+            self._keep(self._next())
         return inbox.popleft()
+
+    def _answer(self, kind: type[_M]) -> _M:
+        """The answer to what was just asked; what comes of requests meanwhile is kept."""
+        while True:
+            message = self._next()
+            if isinstance(message, kind):
+                return message
+            self._keep(message)
+
+    def _keep(self, message: FromOwner) -> None:
+        if isinstance(message, Token | Events | Ended):
+            self._inbox.setdefault(message.label, deque()).append(message)
+            self._num_ended += isinstance(message, Ended)
 
     def _next(self) -> FromOwner:
         if self._channel is None or self._child is None:

@@ -5,7 +5,7 @@ comes of it is told back to the machine. A reservation that could not be had is 
 batch is done, since what was commanded beside it (a slot's grant) must be carried out too.
 
 A decoder is another's code: whatever it raises is a fault of its device, and what it touched is not
-known to be quiet.
+known to be quiet. What such a request held is kept, for an operator who answers for the device.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
-from headrace.backends.base import Decoder, Fence, SlotView
-from headrace.errors import PeerDied, WouldBlock
-from headrace.ids import AttemptId, ImportId, SourceId, Span
+from headrace.backends.base import Decoder, Entry, Fence, Reservation, SlotView
+from headrace.errors import DeviceError, PeerDied, Refused, WouldBlock
+from headrace.ids import AttemptId, ImportId, RequestId, SourceId, Span
 from headrace.messages import Cancel, Prefill
-from headrace.plan import Plan
+from headrace.plan import Copy
+from headrace.protocol.books import Apart
 from headrace.protocol.commands import (
     CheckDigest,
     Command,
@@ -32,17 +34,23 @@ from headrace.protocol.commands import (
     Quarantine,
     Report,
     Reserve,
+    Retry,
     SendCancel,
     StartImport,
     StartPrefill,
 )
 from headrace.protocol.owner import Owner
-from headrace.runtime.active import Active
+from headrace.protocol.snapshot import Snapshot
+from headrace.runtime.active import Active, reason_of
+from headrace.runtime.checks import grant
+from headrace.runtime.decoding import Decoding
 from headrace.runtime.digest import crc32
-from headrace.runtime.requests import RequestOptions
-from headrace.runtime.worker import SourceHandle
+from headrace.runtime.poison import PoisonMemory, fill, kv_range, poison_in
+from headrace.runtime.sources import Sources
 
 _log = logging.getLogger("headrace.owner")
+
+_MOST_PLACES = 3  # of poison, as a reason names them
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +62,105 @@ class _Flight:
     nbytes: int
 
 
+class _After:
+    """The fence of a copy that is begun once another one is fenced."""
+
+    def __init__(self, before: Fence, begin: Callable[[], Fence]) -> None:
+        self._before = before
+        self._begin = begin
+        self._copy: Fence | None = None
+
+    def done(self) -> bool:
+        if self._copy is None:
+            if not self._before.done():
+                return False
+            self._copy = self._begin()
+        return self._copy.done()
+
+
 class Shell:
     """The hands of one owner: one decoder, its sources, and the requests that run on them."""
 
-    def __init__(self, machine: Owner, decoder: Decoder) -> None:
+    def __init__(self, machine: Owner, decoder: Decoder, sources: Sources) -> None:
         self._machine = machine
         self._decoder = decoder
-        self._handles: dict[SourceId, SourceHandle] = {}
-        self._plans: dict[SourceId, Callable[[int], Plan]] = {}
-        self._granted: dict[SourceId, StartPrefill] = {}  # the last grant of each
+        self._sources = sources
+        self._handles = sources.handles
         self._active: dict[AttemptId, Active] = {}
+        self._of_request: dict[RequestId, Active] = {}
         self._flights: dict[ImportId, _Flight] = {}
-        self._decoding: deque[Active] = deque()
+        self._apart: dict[AttemptId, Reservation | Entry] = {}  # what is quarantined, if known
+        self._decoding = Decoding(machine, decoder, self._active, self._run_commands)
+        self._poison = PoisonMemory()
         self._failures: list[Callable[[], None]] = []
         self._carrying_out = False
+
+    # What an operator asks.
+
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """Counts of the machine, the decoder, the restarts and each source.
+
+        Lanes, slots, hand-offs and sources by state; dropped messages by reason, ended requests by
+        cause, retries, and what is quarantined by reason, since the start.
+        """
+        return {
+            **self._machine.statistics(),
+            **self._sources.statistics(),
+            "decoder": dict(self._decoder.statistics()),
+            "requests": {
+                "open": len(self._active),
+                "decoding": len(self._decoding),
+                "imports": len(self._flights),
+                "poison_nbytes": self._poison.nbytes,
+            },
+        }
+
+    def snapshot(self) -> Snapshot:
+        """Everything that is held now, lane by lane and slot by slot."""
+        return self._machine.snapshot()
+
+    def quarantined(self) -> dict[AttemptId, Apart]:
+        """What is out of service, with reason and time, by the attempt that left it behind."""
+        return dict(self._machine.apart)
+
+    def reinstate(self, attempt: AttemptId) -> None:
+        """Put what an attempt left behind in service again: you answer for it that it is quiet.
+
+        That no device still writes there can be known from outside only: it was reset, or its
+        driver says that its queues are empty.
+
+        Raises:
+            Refused: nothing of this attempt is quarantined.
+            DeviceError: the decoder does not free it; nothing changes.
+        """
+        if attempt not in self._machine.apart:
+            raise Refused(f"nothing of attempt {attempt} is quarantined", field="attempt")
+        held = self._apart.get(attempt)
+        if held is not None:
+            try:
+                self._decoder.free(held)
+            except Exception as exc:
+                raise DeviceError(f"{held} was not freed: {reason_of(exc)}") from exc
+            del self._apart[attempt]
+        _log.warning("what attempt %s left behind is in service again", attempt)
+        self._machine.reinstate(attempt, time.monotonic_ns())
+        self._run_commands()
+
+    def check_integrity(self) -> None:
+        """Raise LocalProtocolError unless every lane, slot and token is accounted for."""
+        self._machine.check_integrity()
+
+    # What the machine commands.
+
+    def _take_up(self, active: Active) -> None:
+        self._active[active.attempt] = active
+        self._of_request[active.request.request] = active
+
+    def _forget(self, attempt: AttemptId) -> Active | None:
+        active = self._active.pop(attempt, None)
+        if active is not None:
+            self._of_request.pop(active.request.request)
+        return active
 
     def _run_commands(self) -> None:
         if self._carrying_out:  # a callback called us: what it caused comes after what runs now
@@ -93,8 +186,7 @@ class Shell:
             case SendCancel():
                 self._send(command.source, Cancel(command.attempt))
             case KillSource():
-                _log.warning("%s: it is ended", command.reason)
-                self._handles[command.source].kill()  # its pidfd tells the machine
+                self._sources.kill(command.source, command.reason)
             case StartImport():
                 self._start_import(command)
             case CheckDigest():
@@ -104,48 +196,67 @@ class Shell:
             case Free():
                 self._free(command)
             case Quarantine():
-                self._active.pop(command.attempt, None)
+                self._quarantine(command)
+            case Retry():
+                self._retry(command)
             case Report():
                 self._report(command)
             case _:
                 assert_never(command)
+
+    # Storage.
 
     def _reserve(self, command: Reserve) -> None:
         active = self._active[command.attempt]
         try:
             active.held = self._decoder.reserve(command.num_tokens)
         except WouldBlock as exc:
-            self._fail_later(self._machine.reserve_refused, command.attempt, exc)
+            self._fail_later(self._machine.reserve_refused, active, exc)
         except Exception as exc:
-            self._fail_later(self._machine.device_failed, command.attempt, exc)
+            self._fail_later(self._machine.device_failed, active, exc)
 
     def _fail_later(
-        self, fail: Callable[[AttemptId, str, int], None], attempt: AttemptId, exc: Exception
+        self, fail: Callable[[AttemptId, str, int], None], active: Active, exc: Exception
     ) -> None:
-        self._active[attempt].broken = True
-        self._failures.append(lambda: fail(attempt, _reason(exc), time.monotonic_ns()))
+        active.broken = True
+        reason = reason_of(exc)
+        self._failures.append(lambda: fail(active.attempt, reason, time.monotonic_ns()))
 
     def _free(self, command: Free) -> None:
-        active = self._active.pop(command.attempt, None)
+        active = self._forget(command.attempt)
         if active is None or active.held is None:
             return
         try:
             self._decoder.free(active.held)
         except Exception as exc:
-            _log.error("%s was not freed and is out of service: %s", active.held, _reason(exc))
-            self._machine.lane_lost(time.monotonic_ns())
+            reason = f"it was not freed: {reason_of(exc)}"
+            _log.error("%s is out of service, since %s", active.held, reason)
+            self._apart[command.attempt] = active.held
+            self._machine.lane_lost(command.attempt, reason, time.monotonic_ns())
+
+    def _quarantine(self, command: Quarantine) -> None:
+        active = self._forget(command.attempt)
+        _log.error("storage of %s is out of service: %s", command.attempt, command.reason)
+        if active is not None and active.held is not None:
+            self._apart[command.attempt] = active.held
+
+    # Prefill.
 
     def _start_prefill(self, command: StartPrefill) -> None:
         active = self._active[command.attempt]
-        self._granted[command.source] = command
-        handle = self._handles[command.source]
-        plan = active.plan = self._plans[command.source](active.request.num_tokens)
-        slot = handle.slot(command.slot)
+        self._sources.granted[command.source] = command
+        plan = self._sources.plans[command.source](active.request.num_tokens)
+        active.plan = plan
+        slot = self._handles[command.source].slot(command.slot)
         prompt = active.prompt_bytes()
         slot[plan.slot.prompt_offset : plan.slot.prompt_offset + len(prompt)] = prompt
+        options = active.request.options
+        if options.digest or options.poison:
+            begin, end = kv_range(plan)
+            fill(slot[begin:end])
         _log.debug("prefill granted: %s, slot %d", command.attempt, command.slot)
         identity = command.attempt, command.slot, command.generation
-        self._send(command.source, grant(*identity, plan.num_tokens, active.request.options))
+        self._send(command.source, grant(*identity, plan.num_tokens, options))
 
     def _send(self, source: SourceId, message: Prefill | Cancel) -> None:
         try:
@@ -153,21 +264,34 @@ class Shell:
         except PeerDied:
             return  # its pidfd tells the machine
 
+    # Imports.
+
     def _start_import(self, command: StartImport) -> None:
         active = self._active[command.attempt]
         handle = self._handles[command.source]
         copies = active.the_plan.copies(command.piece)
         nbytes = sum(copy.nbytes for copy in copies)
         slot = SlotView(handle.slot(command.slot), handle.slot_address(command.slot), handle.layout)
+        begin = partial(self._decoder.begin_import, active.reservation, slot, copies)
         begun_ns = time.monotonic_ns()
         try:
-            fence = self._decoder.begin_import(active.reservation, slot, copies)
+            poison = active.request.options.poison
+            fence = _After(self._poisoned(active), begin) if poison else begin()
         except Exception as exc:
-            self._machine.import_failed(command.import_id, _reason(exc), time.monotonic_ns())
+            self._machine.import_failed(command.import_id, reason_of(exc), time.monotonic_ns())
             return
         flight = _Flight(active, fence, command.piece, begun_ns, nbytes)
         if not self._landed(command.import_id, flight):
             self._flights[command.import_id] = flight
+
+    def _poisoned(self, active: Active) -> Fence:
+        """The fence of the poison in an attempt's reserved cells, begun before its first import."""
+        if active.poisoned is None:
+            plan = active.the_plan
+            slot = self._poison.as_slot(plan)
+            copies = plan.copies(plan.whole())
+            active.poisoned = self._decoder.begin_import(active.reservation, slot, copies)
+        return active.poisoned
 
     def _poll_fences(self) -> None:
         for import_id, flight in list(self._flights.items()):
@@ -182,7 +306,7 @@ class Shell:
             if not flight.fence.done():
                 return False
         except Exception as exc:
-            self._machine.import_failed(import_id, _reason(exc), time.monotonic_ns())
+            self._machine.import_failed(import_id, reason_of(exc), time.monotonic_ns())
             return True
         now_ns = time.monotonic_ns()
         active = flight.active
@@ -193,17 +317,31 @@ class Shell:
         return True
 
     def _check_digest(self, command: CheckDigest) -> None:
+        """Look at the bytes as landed: those that were stamped, and none of them left unwritten."""
         active = self._active[command.attempt]
-        plan = active.the_plan
+        found: list[str] = []
         try:
-            actual = crc32(
-                self._decoder.read(active.reservation, plan.layout, copy)
-                for copy in plan.copies(command.span)
-            )
+            actual = crc32(self._cells(active, command.span, found))
         except Exception as exc:
-            self._machine.import_failed(command.import_id, _reason(exc), time.monotonic_ns())
+            self._machine.import_failed(command.import_id, reason_of(exc), time.monotonic_ns())
             return
-        self._machine.digest_checked(command.import_id, actual, time.monotonic_ns())
+        reason = f"{_places(found)} not written when {command.span} were told" if found else ""
+        self._machine.digest_checked(command.import_id, actual, time.monotonic_ns(), reason)
+
+    def _cells(self, active: Active, span: Span, found: list[str]) -> Iterator[memoryview | bytes]:
+        """The bytes of a span's cells as landed, copy by copy; where poison is goes to `found`."""
+        plan = active.the_plan
+        for copy in plan.copies(span):
+            cells = self._read(active, copy)
+            where = poison_in(plan, copy, cells)
+            if where:
+                found.append(where)
+            yield cells
+
+    def _read(self, active: Active, copy: Copy) -> memoryview | bytes:
+        return self._decoder.read(active.reservation, active.the_plan.layout, copy)
+
+    # The end.
 
     def _publish(self, command: Publish) -> None:
         active = self._active[command.attempt]
@@ -215,104 +353,42 @@ class Shell:
             slot = self._handles[command.source].slot(command.slot)
             logits = memoryview(bytes(slot[layout.logits_offset :][: layout.logits_nbytes]))
         try:
-            entry = self._decoder.publish(active.reservation)
+            left = self._poison_left(active) if active.request.options.poison else ""
+            entry = None if left else self._decoder.publish(active.reservation)
         except Exception as exc:
-            self._machine.device_failed(command.attempt, _reason(exc), time.monotonic_ns())
+            self._machine.device_failed(command.attempt, reason_of(exc), time.monotonic_ns())
+            return
+        if entry is None:
+            self._machine.publish_refused(command.attempt, left, time.monotonic_ns())
             return
         active.published(entry)
+        self._sources.served(command.source)
         _log.debug("published: %s", command.attempt)
         self._machine.published(command.attempt, time.monotonic_ns())
-        self._begin_decode(active, command.token, logits)
+        self._decoding.begin(active, command.token, logits)
 
-    def _begin_decode(self, active: Active, token: int | None, logits: memoryview) -> None:
-        request = active.request
-        if request.options.hold:
-            request.entry, request.logits = active.entry, bytes(logits)
-            request.tokens += [] if token is None else [token]
-            active.end("finished", "")
-            return
-        last = request.options.max_tokens == 0
-        if not last:
-            try:
-                chosen = active.choose(logits) if token is None else token
-            except Exception as exc:  # a row of logits that holds no choice
-                self._finish(active, "failed", _reason(exc))
-                return
-            last = active.take(chosen)
-        if request.options.audit:
-            try:
-                active.audit(self._decoder)
-            except Exception as exc:
-                self._finish(active, "failed", _reason(exc), quarantine=True)
-                return
-        if not self._ended_by_callback(active):
-            if last:
-                self._finish(active, "finished", "")
-            else:
-                self._decoding.append(active)
+    def _poison_left(self, active: Active) -> str:
+        found: list[str] = []
+        for _ in self._cells(active, active.the_plan.whole(), found):
+            pass
+        return f"{_places(found)} never written: the reserved cells hold poison" if found else ""
 
-    def _decode(self) -> None:
-        """One step of the entry whose turn it is; the others' order stays."""
-        active = self._decoding[0]
-        begun_ns = time.monotonic_ns()
-        stepped = False
-        try:
-            (logits,) = self._decoder.decode_step([(active.entry, active.request.tokens[-1])])
-            stepped = True
-            token = active.choose(logits)
-        except Exception as exc:
-            self._finish(active, "failed", _reason(exc), quarantine=not stepped)
-            return
-        self._decoding.rotate(-1)
-        for other in self._active.values():
-            other.decoded_meanwhile(begun_ns, time.monotonic_ns())
-        last = active.take(token)
-        if not self._ended_by_callback(active) and last:
-            self._finish(active, "finished", "")
-
-    def _ended_by_callback(self, active: Active) -> bool:
-        """Whether a callback cancelled or broke its request, which is then over."""
-        if active.callback_error and not active.request.done:
-            self._finish(active, "failed", active.callback_error)
-        return active.request.done
-
-    def _finish(
-        self, active: Active, outcome: str, reason: str, *, quarantine: bool = False
-    ) -> None:
-        if active in self._decoding:
-            self._decoding.remove(active)
-        active.end(outcome, reason)
-        why = reason if quarantine else ""
-        self._machine.retire(active.request.request, time.monotonic_ns(), why)
-        self._run_commands()
+    def _retry(self, command: Retry) -> None:
+        active = self._forget(command.attempt)
+        if active is not None:
+            _log.info("%s failed and is followed by another: %s", command.attempt, command.reason)
+            active.retry(command.reason)
+            self._take_up(active)
 
     def _report(self, command: Report) -> None:
-        attempt = AttemptId(*command.request, 1)
-        active = self._active[attempt]
+        active = self._of_request[command.request]
         if command.outcome is not Outcome.PUBLISHED:
-            _log.info("%s %s: %s", attempt, command.outcome.value, command.reason)
-            active.end(command.outcome.value, command.reason)
+            _log.info("%s %s: %s", active.attempt, command.outcome.value, command.reason)
+            active.end(command.outcome.value, command.reason, command.cause)
             if active.held is None:
-                del self._active[attempt]
+                self._forget(active.attempt)
 
 
-def grant(
-    attempt: AttemptId, slot: int, generation: int, num_tokens: int, options: RequestOptions
-) -> Prefill:
-    """The message that grants a source its slot, with how the request is to be cut."""
-    return Prefill(
-        attempt,
-        slot,
-        generation,
-        num_tokens,
-        options.route,
-        options.group_layers,
-        options.chunk,
-        options.prefill_chunk,
-        options.emission,
-        options.digest,
-    )
-
-
-def _reason(exc: Exception) -> str:
-    return str(exc) or type(exc).__name__
+def _places(found: list[str]) -> str:
+    more = f" and {len(found) - _MOST_PLACES} more parts" if len(found) > _MOST_PLACES else ""
+    return f"{', '.join(found[:_MOST_PLACES])}{more} were"

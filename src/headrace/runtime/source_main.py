@@ -13,9 +13,7 @@ import select
 import signal
 import socket
 import sys
-import time
 import traceback
-from array import array
 from typing import Any
 
 import msgspec
@@ -23,13 +21,12 @@ import msgspec
 from headrace.backends.base import PrefillEngine
 from headrace.backends.load import open_source
 from headrace.channel import Channel
-from headrace.errors import Cancelled, HeadraceError, PeerDied, Refused, WouldBlock
+from headrace.errors import HeadraceError, PeerDied, Refused, WouldBlock
 from headrace.geometry import agree
 from headrace.memory import Slab
 from headrace.messages import (
     Attached,
     Cancel,
-    Failed,
     FromSource,
     Hello,
     Incompatible,
@@ -41,12 +38,11 @@ from headrace.messages import (
     encode,
     travelling_text,
 )
-from headrace.plan import TOKEN_NBYTES, Plan, compile_plan, slot_layout
+from headrace.plan import Plan, compile_plan, slot_layout
 from headrace.process import die_with_parent
 from headrace.protocol.source import SourceAttempt
+from headrace.runtime.attempt import run_attempt
 from headrace.runtime.sink import SlotSink
-
-_log = logging.getLogger("headrace.source")
 
 SourceChannel = Channel[FromSource, ToSource]
 
@@ -59,6 +55,7 @@ class SourceProcess:
         self._engine = engine
         self._shutdown = False
         self._attempt: SourceAttempt | None = None
+        self._granted: Prefill | None = None  # while an engine ran whose lease was given back
 
     def serve(self) -> None:
         """Shake hands, then serve; returns at `Shutdown`. Raises PeerDied if the owner is gone."""
@@ -92,24 +89,10 @@ class SourceProcess:
     def _prefill(self, prefill: Prefill, plan: Plan, slot: memoryview) -> None:
         attempt = self._attempt = SourceAttempt(prefill, plan)
         sink = SlotSink(attempt, slot, self._channel.send, self._poll)
-        prompt = slot[plan.slot.prompt_offset :][: TOKEN_NBYTES * plan.num_tokens]
-        tokens = array("I", prompt.tobytes())
-        attempt.start(time.monotonic_ns())
-        try:
-            self._engine.prefill_stream(tokens, sink)
-            last: list[Failed] = attempt.fail("the engine returned without its final")
-        except Cancelled:
-            _log.debug("attempt %s cancelled", prefill.attempt)
-            last = []
-        except PeerDied:
-            raise
-        except Exception as exc:  # whatever an engine raises fails its attempt, not the process
-            _log.debug("attempt %s failed", prefill.attempt, exc_info=True)
-            last = attempt.fail(f"{type(exc).__name__}: {exc}")
+        last = run_attempt(self._engine, attempt, sink, slot)
         self._attempt = None
-        for failed in last:
-            self._send_for_sure(failed)
-        self._send_for_sure(attempt.returned())
+        for message in last:
+            self._send_for_sure(message)
 
     def _send_for_sure(self, message: FromSource) -> None:
         """Send what ends an attempt; the engine has returned, so waiting blocks none."""
@@ -124,11 +107,18 @@ class SourceProcess:
                 return
 
     def _poll(self) -> None:
-        """Take in what came while an engine runs: a cancel of its attempt, or the end."""
-        while True:
+        """Take in what came while an engine runs: a cancel of its attempt, or the end.
+
+        A grant is kept, and what comes behind it left unread until it is served: an engine that
+        gives its lease back and runs on must not swallow the next attempt.
+        """
+        while self._granted is None:
             try:
                 message, _ = self._channel.receive()
             except WouldBlock:
+                return
+            if isinstance(message, Prefill):
+                self._granted = message
                 return
             if isinstance(message, Shutdown):
                 self._shutdown = True
@@ -140,6 +130,9 @@ class SourceProcess:
                 attempt.cancel()
 
     def _next(self) -> tuple[ToSource, list[int]]:
+        if self._granted is not None:
+            granted, self._granted = self._granted, None
+            return granted, []
         while True:
             try:
                 return self._channel.receive()

@@ -80,13 +80,25 @@ class SourceHandle:
         self.layout: Layout = "head_major"
         self._options = dict(options or {})
         self._interpreter = interpreter
-        self._start_timeout_s = start_timeout_s
+        self.start_timeout_s = start_timeout_s
         self._log_level = log_level
         self._env = dict(env or {})
         self._child: ChildProcess | None = None
         self._channel: Channel[ToSource, FromSource] | None = None
         self._slab: Slab | None = None
         self._manifest: Manifest | None = None
+
+    def respawn(self) -> SourceHandle:
+        """A handle of the same configuration that was not started yet."""
+        return SourceHandle(
+            self.engine,
+            self._options,
+            interpreter=self._interpreter,
+            num_slots=self.num_slots,
+            start_timeout_s=self.start_timeout_s,
+            log_level=self._log_level,
+            env=self._env,
+        )
 
     def start(self) -> None:
         """Spawn the process and return at once; it loads its engine meanwhile.
@@ -137,6 +149,28 @@ class SourceHandle:
             Refused: the manifests differ in a field, or memory is short.
             PeerDied: the source died.
         """
+        _ = self.manifest
+        self.greet(decoder, context, epoch)
+        self._expect(Attached)
+
+    # The same in pieces, for a caller that must not wait.
+
+    def take_manifest(self) -> Manifest | None:
+        """The manifest if it has come; raises as `attach`, and RemoteProtocolError."""
+        ready = self._take(Ready)
+        self._manifest = None if ready is None else ready.manifest
+        return self._manifest
+
+    def take_attached(self) -> bool:
+        """Whether the source has answered `greet`; raises as `attach`, and RemoteProtocolError."""
+        return self._take(Attached) is not None
+
+    def greet(self, decoder: Manifest, context: int, epoch: int) -> None:
+        """Agree with the decoder and send the slab, which is allocated and touched here.
+
+        Raises:
+            Refused: the manifests differ in a field, or memory is short. PeerDied.
+        """
         self.layout = agree(self.manifest, decoder)
         for role, manifest in (("source", self.manifest), ("decoder", decoder)):
             if context > manifest.max_positions:
@@ -150,7 +184,6 @@ class SourceHandle:
         hello = Hello(epoch, decoder, context, self.num_slots, self.slot_nbytes)
         self._open_channel().send(hello, [self._slab.fd])
         self._slab.close_fd()
-        self._expect(Attached)
 
     def slot(self, index: int) -> memoryview:
         """The bytes of a slot."""
@@ -201,9 +234,23 @@ class SourceHandle:
         how = f"exit status {status}" if status is None or status >= 0 else f"signal {-status}"
         return f"source {self.engine} (pid {self.pid}) died: {how}"
 
+    def late_text(self) -> str:
+        """That it took longer to start than it may, for a reason."""
+        return f"source {self.engine} did not get ready in {self.start_timeout_s:.0f} s"
+
     def kill(self) -> None:
         """End the process now; its death is told by `death_fd`."""
         self._open_child().kill()
+
+    def statistics(self) -> dict[str, int]:
+        """Counts: whether it lives, its slots and their bytes, its messages both ways."""
+        channel = {} if self._channel is None else self._channel.statistics()
+        return {
+            "alive": int(self._child is not None and not self._child.died()),
+            "slots": self.num_slots,
+            "slab_nbytes": 0 if self._slab is None else self._slab.nbytes,
+            **channel,
+        }
 
     def close(self, grace_s: float = 2.0) -> None:
         """Ask the source to end, wait, then make sure; frees the slab last. Idempotent."""
@@ -221,25 +268,30 @@ class SourceHandle:
 
     def _expect(self, kind: type[_M]) -> _M:
         """The next message, which must be of `kind`; waits at most the start timeout."""
-        deadline_s = time.monotonic() + self._start_timeout_s
-        channel = self._open_channel()
+        deadline_s = time.monotonic() + self.start_timeout_s
         while True:
             try:
-                message, _ = channel.receive()
-                break
-            except WouldBlock:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    raise Refused(
-                        f"source {self.engine} did not get ready in {self._start_timeout_s:.0f} s",
-                        field="source",
-                    ) from None
-                channel.wait_readable(left_s)
+                message = self._take(kind)
             except PeerDied as exc:
                 self._open_child().wait(5.0)
                 if kind is Ready and self._interpreter is not None:
                     _check_interpreter(self._interpreter)
                 raise PeerDied(f"{self.exit_text()} while starting") from exc
+            if message is not None:
+                return message
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise Refused(self.late_text(), field="source")
+            self._open_channel().wait_readable(left_s)
+
+    def _take(self, kind: type[_M]) -> _M | None:
+        """The next message, which must be of `kind`, or None if none has come."""
+        try:
+            message, descriptors = self._open_channel().receive()
+        except WouldBlock:
+            return None
+        for fd in descriptors:
+            os.close(fd)
         if isinstance(message, Incompatible):
             if message.field == BackendUnavailable.__name__:
                 raise Refused(f"source {self.engine} is unavailable: {message.reason}")

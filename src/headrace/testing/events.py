@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple, TypeAlias
 from headrace.ids import AttemptId, Generation, ImportId, RequestId, SlotIndex, SourceId, Span
 from headrace.messages import Computing, Failed, Progress, Released, SourceFinal
 from headrace.protocol.commands import Free, Outcome, Publish, Reserve
+from headrace.testing.facts import Account
 from headrace.testing.instances import DIGEST, EPOCH, Instance
-from headrace.testing.ledger import Account, AttemptMessage, Ledger
+from headrace.testing.ledger import AttemptMessage, Ledger
 
 Request: TypeAlias = Reserve | Publish | Free  # what a decoder may fail to carry out
 
@@ -19,11 +20,18 @@ class Submit(NamedTuple):
 
 
 class Tell(NamedTuple):
-    """A source says something; `good`: as the protocol has it."""
+    """A source says something; `good`: as the protocol has it, `fault`: the shell finds it bad."""
 
     source: SourceId
     message: AttemptMessage
     good: bool
+    fault: bool = False
+
+
+class Garble(NamedTuple):
+    """A source sends what is no message."""
+
+    source: SourceId
 
 
 class Begin(NamedTuple):
@@ -67,9 +75,24 @@ class Cancel(NamedTuple):
 
 
 class Die(NamedTuple):
-    """A source is proven dead."""
+    """A source is proven dead; `restart`: it is started again."""
 
     source: SourceId
+    restart: bool = False
+
+
+class Arrive(NamedTuple):
+    """A source that was expected attaches."""
+
+
+class GiveUp(NamedTuple):
+    """A source that was expected does not come."""
+
+
+class Reinstate(NamedTuple):
+    """An operator brings back what an attempt had set apart."""
+
+    attempt: AttemptId
 
 
 class Forget(NamedTuple):
@@ -100,6 +123,9 @@ class Misuse(NamedTuple):
         "add_source",
         "forget_source",
         "reserve_refused",
+        "publish_refused",
+        "reinstate",
+        "not_coming",
     ]
     subject: ImportId | AttemptId | RequestId | SourceId
 
@@ -107,6 +133,7 @@ class Misuse(NamedTuple):
 Event: TypeAlias = (
     Submit
     | Tell
+    | Garble
     | Begin
     | Imported
     | Digested
@@ -114,6 +141,9 @@ Event: TypeAlias = (
     | Retire
     | Cancel
     | Die
+    | Arrive
+    | GiveUp
+    | Reinstate
     | Forget
     | Tick
     | Outrun
@@ -128,7 +158,7 @@ def is_good(event: Event) -> bool:
             return good
         case Answer(how=how):
             return how == "done"
-        case Submit() | Begin():
+        case Submit() | Begin() | Arrive():
             return True
         case _:
             return False
@@ -140,13 +170,14 @@ def events(instance: Instance, ledger: Ledger, unanswered: tuple[Request, ...]) 
         yield Answer(unanswered[0], "done")
         if instance.device_faults:
             yield Answer(unanswered[0], "failed")
-            if isinstance(unanswered[0], Reserve):
+            if isinstance(unanswered[0], Reserve | Publish):
                 yield Answer(unanswered[0], "refused")
         return
-    if len(ledger.accounts) < instance.requests:
+    num_requests = len({attempt.request for attempt in ledger.accounts})
+    if num_requests < instance.requests:
         yield Submit()
         if instance.malice and instance.cancels:
-            yield Outrun(Submit(), Cancel(RequestId(EPOCH, len(ledger.accounts))))
+            yield Outrun(Submit(), Cancel(RequestId(EPOCH, num_requests)))
     for attempt, account in ledger.accounts.items():
         yield from _events_of(instance, ledger, attempt, account)
     for budget_nbytes in instance.budgets:
@@ -161,19 +192,32 @@ def events(instance: Instance, ledger: Ledger, unanswered: tuple[Request, ...]) 
                 yield Imported(import_id, good)
                 if good and instance.malice and instance.cancels and not instance.digest:
                     yield Outrun(Imported(import_id, good), Cancel(ticket.attempt.request))
-    for at in range(len(instance.slots)):
-        if instance.deaths and at not in ledger.dead:
+    for at in range(ledger.num_sources):
+        if instance.deaths and at not in ledger.dead and at != ledger.local:
             yield Die(SourceId(at))
+            if ledger.num_sources - ledger.num_first + ledger.num_expected < instance.restarts:
+                yield Die(SourceId(at), restart=True)
         if instance.deaths and at not in ledger.forgotten:
             yield Forget(SourceId(at))
+    if ledger.num_expected:
+        yield Arrive()
+        yield GiveUp()
+    if instance.reinstates:
+        for attempt in ledger.apart:
+            yield Reinstate(attempt)
     if instance.ticks:
         yield Tick()
     if instance.malice:
         yield Misuse("import_done", ImportId(1 << 20))
         yield Misuse("digest_checked", ImportId(1 << 20))
-        for at in range(len(instance.slots)):
+        for at in range(ledger.num_sources):
+            if at not in ledger.dead:
+                yield Garble(SourceId(at))
             known = at not in ledger.forgotten
             yield Misuse("add_source" if known else "forget_source", SourceId(at))
+        yield Misuse("reinstate", AttemptId(EPOCH, 99, 1))
+        if not ledger.num_expected:
+            yield Misuse("not_coming", SourceId(0))
         for slot in ledger.slots.values():
             for given_up in slot.readers - ledger.tickets.keys():
                 yield Misuse("import_done", given_up)
@@ -182,19 +226,9 @@ def events(instance: Instance, ledger: Ledger, unanswered: tuple[Request, ...]) 
 def _events_of(
     instance: Instance, ledger: Ledger, attempt: AttemptId, account: Account
 ) -> Iterator[Event]:
-    decided = account.outcome is not None
-    if instance.cancels:
-        yield Cancel(attempt.request)
-    if account.outcome is Outcome.PUBLISHED and not account.over:
-        yield Retire(attempt.request, good=True)
-        if instance.device_faults:
-            yield Retire(attempt.request, good=False)
-    elif instance.malice and not account.over:
-        yield Misuse("retire", attempt.request)
-    if instance.malice and not account.over:
-        yield Misuse("published", attempt)
-        if decided or account.flights or not account.storage:
-            yield Misuse("reserve_refused", attempt)
+    decided = not account.live
+    if not account.followed:
+        yield from _calls(instance, attempt, account)
     if account.place is None:
         if instance.malice and SourceId(0) not in ledger.forgotten:
             yield Tell(SourceId(0), _progress(attempt, 0, 0, instance.spans[:1]), good=False)
@@ -206,12 +240,14 @@ def _events_of(
         return
     for message, good in _messages(instance, ledger, attempt, account):
         yield Tell(source, message, good)
+        if isinstance(message, SourceFinal) and instance.malice:
+            yield Tell(source, message, good=False, fault=True)
         if good and isinstance(message, SourceFinal) and instance.malice and instance.cancels:
             yield Outrun(Tell(source, message, good), Cancel(attempt.request))
     if instance.malice:
-        for message in _malformed(instance, attempt, account, decided):
+        for message in _malformed(instance, ledger, attempt, account, decided):
             yield Tell(source, message, good=False)
-        for other in range(len(instance.slots)):
+        for other in range(ledger.num_sources):
             if other != source and other not in ledger.dead:
                 _, index = account.place
                 for theirs in (
@@ -222,6 +258,23 @@ def _events_of(
                     yield Tell(SourceId(other), theirs, good=False)
 
 
+def _calls(instance: Instance, attempt: AttemptId, account: Account) -> Iterator[Event]:
+    """What the caller and the shell may do with the attempt that a request is at."""
+    if instance.cancels:
+        yield Cancel(attempt.request)
+    if account.outcome is Outcome.PUBLISHED and not account.over:
+        yield Retire(attempt.request, good=True)
+        if instance.device_faults:
+            yield Retire(attempt.request, good=False)
+    elif instance.malice and not account.over:
+        yield Misuse("retire", attempt.request)
+    if instance.malice and not account.over:
+        yield Misuse("published", attempt)
+        yield Misuse("publish_refused", attempt)
+        if account.outcome is not None or account.flights or not account.storage:
+            yield Misuse("reserve_refused", attempt)
+
+
 def _messages(
     instance: Instance, ledger: Ledger, attempt: AttemptId, account: Account
 ) -> Iterator[tuple[AttemptMessage, bool]]:
@@ -229,7 +282,7 @@ def _messages(
     assert account.place is not None
     (_, slot), generation = account.place, account.generation
     writing = any(c.writer and c.holder == attempt for c in ledger.slots.values())
-    telling = writing and account.outcome is None and not account.final
+    telling = writing and account.live and not account.final
     digests = (DIGEST,) if instance.digest else ()
     for span in instance.spans:
         cells = ledger.terms.cells(span)
@@ -246,13 +299,13 @@ def _messages(
         yield final, telling and complete
     if instance.malice or telling:
         yield Failed(attempt, slot, generation, "engine"), False
-    over = account.final or account.outcome is not None
+    over = account.final or not account.live
     if instance.malice or writing:
         yield Released(attempt, slot, generation), writing and over
 
 
 def _malformed(
-    instance: Instance, attempt: AttemptId, account: Account, decided: bool
+    instance: Instance, ledger: Ledger, attempt: AttemptId, account: Account, decided: bool
 ) -> Iterator[AttemptMessage]:
     """What no source may say: about this attempt's lease, or about another with its own."""
     assert account.place is not None
@@ -273,14 +326,15 @@ def _malformed(
         yield _progress(attempt, slot, stale, first)
         yield Computing(attempt, slot, stale)
         yield Released(attempt, slot, stale)
-    for other in {*range(instance.slots[source]), 99} - {slot}:
+    num_slots = sum(at == source for at, _ in ledger.slots)
+    for other in {*range(num_slots), 99} - {slot}:
         yield _progress(attempt, other, generation, first)
         yield Computing(attempt, other, generation)
         yield SourceFinal(attempt, other, generation, "logits", 0, 0, 0)
         yield Released(attempt, other, generation)
     for unknown in (
         AttemptId(EPOCH, 99, 1),
-        AttemptId(EPOCH, attempt.counter, 2),
+        AttemptId(EPOCH, attempt.counter, 9),
         AttemptId(EPOCH - 1, attempt.counter, 1),
     ):
         yield _progress(unknown, slot, generation, first)

@@ -30,9 +30,9 @@ from headrace.protocol import handoff
 from headrace.protocol.commands import Outcome
 from headrace.protocol.machine import Machine
 from headrace.testing.events import Event, Misuse, Tell, is_good
+from headrace.testing.facts import Terms, Violation, rule
 from headrace.testing.instances import Instance
 from headrace.testing.keys import check_complete
-from headrace.testing.ledger import Terms, Violation, rule
 from headrace.testing.world import World
 
 

@@ -10,8 +10,9 @@ from headrace.geometry import Full, Kind, Layer, Manifest, Part, Sliding
 from headrace.ids import Span
 from headrace.messages import MAX_PROGRESS
 from headrace.plan import Plan, compile_plan
+from headrace.protocol.admission import FailurePolicy
 from headrace.protocol.books import Limits
-from headrace.testing.ledger import Terms
+from headrace.testing.facts import Terms
 
 EPOCH: Final = 7
 DIGEST: Final = 0xD1
@@ -25,7 +26,9 @@ class Instance:
     set. deadline: ticks from submission to a request's deadline, None = no deadline. max_progress:
     the bound on progress messages, made tiny where spans without cells could reach it. malice: also
     malformed, stale and misdirected messages, and misuse by the shell. device_faults: whatever the
-    decoder is asked to do may fail.
+    decoder is asked to do may fail. attempts, local: the policy of every request; with `local` the
+    owner has an engine of its own. restarts: how many sources that died may be started again.
+    reinstates: an operator brings back what is apart.
     """
 
     name: str
@@ -48,6 +51,10 @@ class Instance:
     cancels: bool = True
     ticks: bool = True
     device_faults: bool = False
+    attempts: int = 1
+    local: bool = False
+    restarts: int = 0
+    reinstates: bool = False
 
     @cached_property
     def limits(self) -> Limits:
@@ -72,7 +79,13 @@ class Instance:
             self.progress_timeout,
             self.drain_timeout,
             self.max_progress,
+            self.attempts,
+            self.local,
         )
+
+    @cached_property
+    def policy(self) -> FailurePolicy:
+        return FailurePolicy(self.attempts, self.local)
 
     @cached_property
     def plan(self) -> Plan:
@@ -176,6 +189,85 @@ _ALL: Final = (
         progress_timeout=2,
         drain_timeout=2,
         malice=False,
+    ),
+    Instance("retry", _WHOLE, attempts=2, restarts=1, deadline=3, progress_timeout=2),
+    Instance("retry-parked", _WHOLE, requests=2, slots=(2,), depth=1, attempts=2, ticks=False),
+    Instance(
+        "retry-queue",
+        _WHOLE,
+        requests=3,
+        slots=(2,),
+        depth=1,
+        attempts=2,
+        malice=False,
+        deaths=False,
+        cancels=False,
+        ticks=False,
+    ),
+    Instance(
+        "retry-elsewhere",
+        _WHOLE,
+        requests=2,
+        slots=(1, 1),
+        attempts=2,
+        malice=False,
+        ticks=False,
+    ),
+    Instance(
+        "retry-digest",
+        _CHUNKS,
+        digest=True,
+        attempts=3,
+        malice=False,
+        deaths=False,
+        device_faults=True,
+    ),
+    Instance("local", _WHOLE, local=True, deadline=3, progress_timeout=2),
+    Instance("locals", _WHOLE, requests=2, lanes=2, local=True, malice=False, ticks=False),
+    Instance(
+        "local-lost",
+        _WHOLE,
+        requests=2,
+        lanes=2,
+        local=True,
+        malice=False,
+        deaths=False,
+        cancels=False,
+    ),
+    Instance("restarts", _WHOLE, attempts=2, restarts=2, malice=False),
+    Instance(
+        "restarts-parked",
+        _WHOLE,
+        requests=2,
+        slots=(2,),
+        depth=1,
+        attempts=2,
+        restarts=1,
+        malice=False,
+        ticks=False,
+        cancels=False,
+    ),
+    Instance("reinstated", _WHOLE, device_faults=True, reinstates=True),
+    Instance(
+        "reinstated-promised",
+        _WHOLE,
+        requests=2,
+        device_faults=True,
+        malice=False,
+        deaths=False,
+        ticks=False,
+        cancels=False,
+        reinstates=True,
+    ),
+    Instance(
+        "reinstated-next",
+        _WHOLE,
+        requests=2,
+        device_faults=True,
+        malice=False,
+        deaths=False,
+        cancels=False,
+        reinstates=True,
     ),
 )
 INSTANCES: Final = {instance.name: instance for instance in _ALL}

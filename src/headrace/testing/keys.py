@@ -9,7 +9,7 @@ machine has one that this module does not know.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Final
 
 from headrace.coverage import Coverage
@@ -19,22 +19,23 @@ from headrace.messages import MAX_PROGRESS
 from headrace.protocol.handoff import Handoff, HandoffState
 from headrace.protocol.owner import Owner
 from headrace.protocol.slots import Slot, SlotState
-from headrace.testing.ledger import Account, Ledger
+from headrace.testing.facts import Account
+from headrace.testing.ledger import Ledger
 
 _OVER: Final = (HandoffState.PUBLISHED, HandoffState.DRAINING, HandoffState.ENDED)
 
 _OWNER: Final = (
-    "epoch limits dropped _lanes_quarantined _admission _sources _requests _imports _commands "
-    "_next_request _next_import"
+    "epoch limits dropped ended num_retries _lanes_quarantined _apart _expected _admission "
+    "_sources _requests _imports _commands _next_request _next_import"
 )
 _ADMISSION: Final = "lanes_free prefetch_depth _queue"
 _HANDOFF: Final = (
-    "state _name attempt num_tokens digest outcome has_storage source lease final token "
-    "last_progress_ns quarantine_reason _plan _claimed _landed _queue _flights _queued_nbytes "
-    "_num_progress"
+    "state _name attempt num_tokens digest local avoid outcome reason has_storage source lease "
+    "final token last_progress_ns quarantine_reason lost_reads _plan _claimed _landed _queue "
+    "_flights _queued_nbytes _num_progress"
 )
 _IMPORT: Final = "handoff slot begun_ns expected"
-_SOURCE: Final = "slots plan_for running ending dead"
+_SOURCE: Final = "slots plan_for local running ending dead"
 _SLOT: Final = "state _name index generation holder writer_out readers draining_since_ns"
 _COVERAGE: Final = "_windows _num_positions _have _open"
 
@@ -103,6 +104,8 @@ def _owner_key(owner: Owner, bound: int, now_ns: int) -> Hashable:
         tuple(sorted(map(repr, carried.values()))),
         len(owner._imports),
         owner._lanes_quarantined,
+        owner._expected,
+        tuple((at, apart.lane, _places(apart.lost_reads)) for at, apart in owner._apart.items()),
         owner._admission.lanes_free,
         tuple(handoff.attempt.counter for handoff in owner._admission._queue),
         owner._next_request,
@@ -114,6 +117,7 @@ def _handoff_key(handoff: Handoff, owner: Owner, now_ns: int) -> Hashable:
     facts = (
         *(handoff.attempt, handoff.state._value_, handoff.has_storage, handoff.source),
         *(handoff.lease, bool(handoff.quarantine_reason), handoff.outcome is None),
+        *(handoff.local, handoff.avoid, _places(handoff.lost_reads)),
     )
     if handoff.state in _OVER:
         return facts
@@ -126,6 +130,10 @@ def _handoff_key(handoff: Handoff, owner: Owner, now_ns: int) -> Hashable:
     )
     coverage = (_coverage_key(handoff._claimed), _coverage_key(handoff._landed))
     return facts, handoff.final, handoff.token, age, queue, handoff._queued_nbytes, coverage
+
+
+def _places(lost_reads: Iterable[tuple[Slot, ImportId]]) -> Hashable:
+    return tuple(sorted(slot.index for slot, _ in lost_reads))
 
 
 def _coverage_key(coverage: Coverage) -> Hashable:
@@ -145,8 +153,8 @@ def _slot_key(
 
 def _ledger_key(ledger: Ledger, bound: int, now_ns: int) -> Hashable:
     accounts = tuple(
-        (_account_key(account, ledger, now_ns), min(account.num_progress, bound))
-        for account in ledger.accounts.values()
+        (attempt, _account_key(account, ledger, now_ns), min(account.num_progress, bound))
+        for attempt, account in ledger.accounts.items()
     )
     tickets = sorted(
         (
@@ -167,18 +175,26 @@ def _ledger_key(ledger: Ledger, bound: int, now_ns: int) -> Hashable:
         for slot in ledger.slots.values()
     )
     gone = (frozenset(ledger.dead), frozenset(ledger.doomed), frozenset(ledger.forgotten))
-    return accounts, slots, tuple(tickets), ledger.lanes_apart, gone
+    apart = tuple(
+        (attempt, kept.lane, tuple(sorted(place for place, _ in kept.lost_reads)))
+        for attempt, kept in ledger.apart.items()
+    )
+    counts = (ledger.num_expected, ledger.num_sources)
+    return accounts, slots, tuple(tickets), ledger.lanes_apart, gone, apart, counts
 
 
 def _account_key(account: Account, ledger: Ledger, now_ns: int) -> Hashable:
     place = (account.place, account.generation, account.storage)
-    if account.outcome is not None:
-        return place, account.word, account.unsafe, account.flights
+    if not account.live:
+        lost = tuple(sorted(place for place, _ in account.lost_reads))
+        again = (account.given_up, account.followed, account.outcome is None)
+        left = _left(account.deadline_ns, now_ns) if account.outcome is None else -1
+        return place, account.word, account.unsafe, account.flights, lost, again, left
     age = None
     if account.place is not None and not account.final:
         age = _age(account.since_ns, ledger.terms.progress_timeout_ns, now_ns)
     return (
-        *(place, age, _left(account.deadline_ns, now_ns)),
+        *(place, age, _left(account.deadline_ns, now_ns), account.local, account.avoid),
         *(account.told, account.asked, account.fenced, account.landed, account.digests),
         *(account.final, account.token, account.flights, account.asked_to_publish),
     )

@@ -2,157 +2,29 @@
 
 The ledger has no state machine. It notes from the events alone what was told, what landed, who
 holds which token, and which storage was set aside. What a hand-off or a slot must be called, and
-what must become of a message, follows from these facts.
-
-Cells are bits of an integer: bit `layer * num_tokens + position`.
+what must become of a message, follows from these facts (`headrace.testing.facts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import NamedTuple, TypeAlias, assert_never
+from typing import TypeAlias, assert_never
 
-from headrace.errors import HeadraceError
-from headrace.geometry import Layer, Sliding
-from headrace.ids import AttemptId, ImportId, SourceId, Span
+from headrace.ids import AttemptId, ImportId, RequestId, SourceId, Span
 from headrace.messages import Computing, Failed, Progress, Released, SourceFinal
-from headrace.protocol.commands import Outcome
+from headrace.protocol.commands import OF_THE_SOURCE, Cause, Outcome
+from headrace.testing.facts import (
+    Account,
+    Apart,
+    Place,
+    SlotAccount,
+    Terms,
+    Ticket,
+    Verdict,
+    rule,
+)
 
 AttemptMessage: TypeAlias = Computing | Progress | SourceFinal | Failed | Released
-Place: TypeAlias = tuple[SourceId, int]
-
-
-class Violation(HeadraceError):
-    """A machine broke a rule; the text names the rule and the facts."""
-
-
-class Verdict(Enum):
-    """What must become of a message."""
-
-    DROP = auto()  # stale, late, unknown or of a dead source: nothing changes
-    FAULT = auto()  # it breaks the protocol: its attempt fails, and nothing else
-    FAIL = auto()  # its attempt fails as the protocol has it
-    TAKE = auto()
-
-
-def rule(holds: bool, *facts: object) -> None:
-    """Raise `Violation` with the facts unless the rule holds."""
-    if not holds:
-        raise Violation(" ".join(map(str, facts)))
-
-
-@dataclass(frozen=True)
-class Terms:
-    """The constants of one instance that the rules need."""
-
-    layers: tuple[Layer, ...]
-    num_tokens: int
-    num_lanes: int
-    prefetch_depth: int
-    digest: bool
-    chunk_nbytes: int
-    progress_timeout_ns: int
-    drain_timeout_ns: int
-    max_progress: int
-
-    def cells(self, span: Span) -> int:
-        """The span's cells that the transfer set has, as bits."""
-        bits = 0
-        for layer in self.layers[span.layer_start : span.layer_stop]:
-            tail = layer.kind.tail if isinstance(layer.kind, Sliding) else self.num_tokens
-            for position in range(span.start, span.stop):
-                if position >= self.num_tokens - tail:
-                    bits |= 1 << (layer.index * self.num_tokens + position)
-        return bits
-
-    @property
-    def transfer_set(self) -> int:
-        return self.cells(Span(0, len(self.layers), 0, self.num_tokens))
-
-    def nbytes(self, cells: int) -> int:
-        row = (1 << self.num_tokens) - 1
-        return sum(
-            (cells >> (layer.index * self.num_tokens) & row).bit_count() * layer.row_nbytes
-            for layer in self.layers
-        )
-
-    def inside(self, span: Span) -> bool:
-        """Whether the span lies in the model and in the prompt."""
-        layers = 0 <= span.layer_start < span.layer_stop <= len(self.layers)
-        return layers and 0 <= span.start < span.stop <= self.num_tokens
-
-
-@dataclass(slots=True)
-class Account:
-    """The facts of one attempt."""
-
-    deadline_ns: int | None
-    since_ns: int = 0  # of the grant, then of the last cells or word of work, then of the final
-    place: Place | None = None
-    generation: int = 0
-    storage: bool = False
-    told: int = 0
-    num_progress: int = 0
-    asked: int = 0
-    fenced: int = 0
-    landed: int = 0
-    digests: tuple[tuple[int, int], ...] = ()  # (cells, digest) of each span not yet checked
-    final: bool = False
-    token: int | None = None
-    flights: int = 0
-    asked_to_publish: bool = False
-    outcome: Outcome | None = None
-    retired: bool = False
-    unsafe: bool = False  # the device failed: its storage may still be written
-
-    @property
-    def over(self) -> bool:
-        """Decided, and nothing of its storage is in use."""
-        visible = self.outcome is Outcome.PUBLISHED and not self.retired
-        return self.outcome is not None and not self.flights and not visible
-
-    @property
-    def word(self) -> str:
-        """What the owner must call the hand-off."""
-        if self.over:
-            return "ENDED"
-        if self.outcome is not None:
-            return "DRAINING" if self.flights else "PUBLISHED"
-        if self.storage and self.place is not None:
-            return "SEALED" if self.final else "STREAMING"
-        return "RESERVED" if self.storage else "WAITING" if self.place is None else "PARKED"
-
-
-@dataclass(slots=True)
-class SlotAccount:
-    """The facts of one slot: whose it is, and which tokens are out."""
-
-    holder: AttemptId | None = None
-    generation: int = -1
-    writer: bool = False
-    readers: set[ImportId] = field(default_factory=set)
-    ended_ns: int | None = None
-    apart: bool = False
-
-    @property
-    def word(self) -> str:
-        """What the owner must call the slot."""
-        if self.holder is None:
-            return "FREE"
-        if self.ended_ns is not None:
-            return "QUARANTINED" if self.apart else "DRAINING"
-        return "LEASED" if self.writer else "READING" if self.readers else "READY"
-
-
-class Ticket(NamedTuple):
-    """An import in flight, or the check of a landed span's digest."""
-
-    attempt: AttemptId
-    cells: int
-    check: bool
-    since_ns: int
 
 
 class Ledger:
@@ -167,25 +39,33 @@ class Ledger:
         self.doomed: set[SourceId] = set()  # to be killed
         self.tickets: dict[ImportId, Ticket] = {}
         self.lanes_apart = 0
-        self.due: dict[AttemptId, Outcome] = {}  # what this event decides
+        self.apart: dict[AttemptId, Apart] = {}
+        self.local: SourceId | None = None
+        self.num_expected = 0
+        self.num_sources = 0
+        self.num_first = 0  # of them, those that were there from the start
+        self.due: dict[RequestId, tuple[Outcome, Cause | None]] = {}  # what this event decides
         self.cancels: dict[AttemptId, bool] = {}  # whom it may cancel at the source; True: must
+        self.retries: set[AttemptId] = set()  # whom another attempt follows by this event
         self.kills: set[Place] = set()  # the slots for which this event kills a source
         self.budget_nbytes = 0
 
-    def attached(self, source: SourceId, num_slots: int) -> None:
+    def attached(self, source: SourceId, num_slots: int, *, local: bool = False) -> None:
+        self.num_sources += 1
+        self.local = source if local else self.local
         for index in range(num_slots):
             self.slots[source, index] = SlotAccount()
 
     def submitted(self, attempt: AttemptId, deadline_ns: int | None) -> None:
         rule(attempt not in self.accounts, attempt, "exists already")
-        self.accounts[attempt] = Account(deadline_ns)
+        self.accounts[attempt] = Account(deadline_ns, local=not self.slot_in_service)
 
-    def verdict(self, source: SourceId, message: AttemptMessage) -> Verdict:
-        """What must become of a message; changes nothing."""
+    def verdict(self, source: SourceId, message: AttemptMessage, *, fault: bool = False) -> Verdict:
+        """What must become of a message; changes nothing. `fault`: the shell found it wrong."""
         account = self.accounts.get(message.attempt)
         if account is None or account.place is None or source in self.dead:
             return Verdict.DROP
-        live = account.outcome is None and account.place[0] == source
+        live = account.live and account.place[0] == source and self.slots[account.place].writer
         slot = self._granted(source, message)
         if slot is None:
             return Verdict.FAULT if live else Verdict.DROP
@@ -193,6 +73,8 @@ class Ledger:
             return Verdict.TAKE if account.final or not live else Verdict.FAIL
         if not live:
             return Verdict.DROP
+        if fault:
+            return Verdict.FAULT
         match message:
             case Progress(spans=spans, digests=digests):
                 stamped = len(digests) == (len(spans) if digests or self.terms.digest else 0)
@@ -211,14 +93,24 @@ class Ledger:
                 assert_never(message)
         return Verdict.TAKE if legal else Verdict.FAULT
 
-    def told(self, source: SourceId, message: AttemptMessage, now_ns: int) -> None:
+    def running(self, source: SourceId) -> AttemptId | None:
+        """The live attempt that a source computes, if it does."""
+        slots = (slot for (at, _), slot in self.slots.items() if at == source and slot.writer)
+        holder = next((slot.holder for slot in slots), None)
+        return holder if holder is not None and self.accounts[holder].live else None
+
+    def told(
+        self, source: SourceId, message: AttemptMessage, now_ns: int, *, fault: bool = False
+    ) -> None:
         """Note a message that is not to be dropped."""
         account = self.accounts[message.attempt]
         slot = self._granted(source, message)
         released = isinstance(message, Released) and slot is not None
-        if self.verdict(source, message) in (Verdict.FAULT, Verdict.FAIL):
+        verdict = self.verdict(source, message, fault=fault)
+        if verdict in (Verdict.FAULT, Verdict.FAIL):
+            cause = Cause.MALFORMED if verdict is Verdict.FAULT else Cause.SOURCE_FAILED
             # A source that has returned needs no cancel; one more does no harm.
-            self.decide(message.attempt, Outcome.FAILED, now_ns, must_cancel=not released)
+            self.fail(message.attempt, cause, now_ns, must_cancel=not released)
         elif isinstance(message, Progress):
             account.num_progress += 1
             for at, span in enumerate(message.spans):
@@ -242,17 +134,20 @@ class Ledger:
         ticket = self.tickets.pop(import_id)
         account = self.accounts[ticket.attempt]
         account.flights -= 1
+        read = [key for key, slot in self.slots.items() if import_id in slot.readers]
         if failed:
             account.unsafe = True
+            account.lost_reads += tuple((place, import_id) for place in read)
             if account.outcome is None:
-                self.decide(ticket.attempt, Outcome.FAILED, now_ns)
+                self.fail(ticket.attempt, Cause.DEVICE, now_ns)
             return
         account.fenced |= ticket.cells
         if not any(ticket.cells & cells for cells, _ in account.digests):
             account.landed |= ticket.cells
-        place = next(key for key, slot in self.slots.items() if import_id in slot.readers)
+        (place,) = read
         self.slots[place].readers.remove(import_id)
         self._quiet(place)
+        self._follow_if_quiet(ticket.attempt)
 
     def digest_checked(self, import_id: ImportId, *, right: bool, now_ns: int) -> None:
         ticket = self.tickets.pop(import_id)
@@ -260,29 +155,42 @@ class Ledger:
         account.flights -= 1
         if right:
             account.landed |= ticket.cells
-        elif account.outcome is None:
-            self.decide(ticket.attempt, Outcome.FAILED, now_ns)
+        elif account.live:
+            self.fail(ticket.attempt, Cause.CORRUPT, now_ns)
+        if not account.followed:
+            self._follow_if_quiet(ticket.attempt)
 
     def published(self, attempt: AttemptId, now_ns: int) -> None:
         """The decoder carried `Publish` out."""
         account = self.accounts[attempt]
         rule(account.outcome is None, attempt, "is published after its terminal")
-        account.outcome = self.due[attempt] = Outcome.PUBLISHED
+        account.outcome = Outcome.PUBLISHED
+        self.due[attempt.request] = (Outcome.PUBLISHED, None)
         self._end_slot(account, now_ns)
 
     def device_failed(self, attempt: AttemptId, now_ns: int) -> None:
         """A `Reserve` or a `Publish` failed."""
         self.accounts[attempt].unsafe = True
-        self.decide(attempt, Outcome.FAILED, now_ns)
+        self.fail(attempt, Cause.DEVICE, now_ns)
 
     def reserve_refused(self, attempt: AttemptId, now_ns: int) -> None:
         """Nothing was set aside for a `Reserve`, so there is nothing to give back."""
         self.accounts[attempt].storage = False
-        self.decide(attempt, Outcome.FAILED, now_ns)
+        self.fail(attempt, Cause.NO_STORAGE, now_ns)
 
-    def lane_lost(self) -> None:
+    def lane_lost(self, attempt: AttemptId) -> None:
         """A lane is out of service; if it is another's by now, then only one is when that fails."""
-        self.lanes_apart = min(self.lanes_apart + 1, self.terms.num_lanes)
+        lane = self.lane_in_service
+        self.lanes_apart += lane
+        self.apart[attempt] = Apart(lane, self.accounts[attempt].lost_reads)
+
+    def reinstated(self, attempt: AttemptId) -> None:
+        """Somebody answers for it that nothing touches what this attempt left behind."""
+        apart = self.apart.pop(attempt)
+        self.lanes_apart -= apart.lane
+        for place, reader in apart.lost_reads:
+            self.slots[place].readers.remove(reader)
+            self._quiet(place)
 
     def retired(self, attempt: AttemptId, *, unsafe: bool) -> None:
         self.accounts[attempt].retired = True
@@ -295,8 +203,8 @@ class Ledger:
             if place[0] == source and slot.writer and slot.holder is not None:
                 account = self.accounts[slot.holder]
                 slot.writer = False
-                if account.outcome is None and not account.final:
-                    self.decide(slot.holder, Outcome.FAILED, now_ns)
+                if account.live and not account.final:
+                    self.fail(slot.holder, Cause.SOURCE_DIED, now_ns)
                 self._quiet(place)
 
     def may_forget(self, source: SourceId) -> bool:
@@ -319,14 +227,16 @@ class Ledger:
                 continue
             if slot.ended_ns + self.terms.drain_timeout_ns <= now_ns:
                 slot.apart = True
-                if slot.writer:
+                if slot.writer and place[0] != self.local:
                     self.kills.add(place)
-        for attempt, account in list(self.undecided()):
-            late = account.deadline_ns is not None and account.deadline_ns <= now_ns
-            if account.place is not None and not account.final:
-                late |= account.since_ns + self.terms.progress_timeout_ns <= now_ns
-            if late:
-                self.decide(attempt, Outcome.FAILED, now_ns)
+        for attempt, account in list(self.accounts.items()):
+            if account.outcome is not None or account.followed:
+                continue
+            telling = account.live and account.place is not None and not account.final
+            if account.deadline_ns is not None and account.deadline_ns <= now_ns:
+                self.fail(attempt, Cause.DEADLINE, now_ns)
+            elif telling and account.since_ns + self.terms.progress_timeout_ns <= now_ns:
+                self.fail(attempt, Cause.STALLED, now_ns)
         for import_id, ticket in list(self.tickets.items()):
             if ticket.since_ns + self.terms.drain_timeout_ns <= now_ns:
                 self.import_ended(import_id, failed=True, now_ns=now_ns)
@@ -334,24 +244,78 @@ class Ledger:
     def strand(self, now_ns: int) -> None:
         """Who waits for what is out of service for good fails."""
         for attempt, account in list(self.undecided()):
-            lacks_lane = not account.storage and not self.lane_in_service
-            lacks_slot = account.place is None and not self.slot_in_service
-            if lacks_lane or lacks_slot:
-                self.decide(attempt, Outcome.FAILED, now_ns)
+            if not account.storage and not self.lane_in_service:
+                self.fail(attempt, Cause.NO_STORAGE, now_ns)
+            elif account.place is None:
+                served = self.local_in_service if account.local else self.slot_in_service
+                if not served or self.is_jammed(account):
+                    self.fail(attempt, Cause.NO_SOURCE, now_ns)
+
+    def fail(
+        self, attempt: AttemptId, cause: Cause, now_ns: int, *, must_cancel: bool = True
+    ) -> None:
+        """An attempt failed: it is given up where another may follow, else decided."""
+        account = self.accounts[attempt]
+        local = self.terms.local and self.local_in_service
+        more = attempt.attempt < self.terms.num_attempts or local
+        mendable = (cause in OF_THE_SOURCE and more) or (cause is Cause.NO_SOURCE and local)
+        if account.live and mendable and not account.local:
+            account.given_up = cause
+            self._stop(attempt, now_ns, must_cancel=must_cancel)
+            self._follow_if_quiet(attempt)
+        else:
+            self.decide(attempt, Outcome.FAILED, cause, now_ns, must_cancel=must_cancel)
 
     def decide(
-        self, attempt: AttemptId, outcome: Outcome, now_ns: int, *, must_cancel: bool = True
+        self,
+        attempt: AttemptId,
+        outcome: Outcome,
+        cause: Cause,
+        now_ns: int,
+        *,
+        must_cancel: bool = True,
     ) -> None:
         """The terminal of a hand-off that is not published."""
         account = self.accounts[attempt]
-        account.outcome = self.due[attempt] = outcome
-        if any(slot.writer and slot.holder == attempt for slot in self.slots.values()):
-            self.cancels[attempt] = must_cancel
-        self._end_slot(account, now_ns)
+        live = account.live
+        account.outcome = outcome
+        self.due[attempt.request] = (outcome, cause)
+        if live:
+            self._stop(attempt, now_ns, must_cancel=must_cancel)
+
+    def current(self, request: RequestId) -> tuple[AttemptId, Account]:
+        """The attempt that a request is at."""
+        attempt = max(attempt for attempt in self.accounts if attempt.request == request)
+        return attempt, self.accounts[attempt]
 
     def undecided(self) -> Iterator[tuple[AttemptId, Account]]:
-        """The hand-offs without a terminal, oldest first."""
-        return ((a, account) for a, account in self.accounts.items() if account.outcome is None)
+        """The hand-offs that are neither decided nor given up, oldest first."""
+        return ((a, account) for a, account in self.accounts.items() if account.live)
+
+    def fits(self, source: SourceId, account: Account) -> bool:
+        """Whether an attempt may go to this source."""
+        if account.local or source == self.local:
+            return account.local and source == self.local
+        others = {at for at, _ in self.slots} - {source}
+        return account.avoid != source or not any(map(self.will_grant, others))
+
+    def will_grant(self, source: SourceId) -> bool:
+        """Whether a slot of a source comes free although nobody who is parked gets storage."""
+        parked = [a for a, account in self.undecided() if account.place and not account.storage]
+        if source in self.dead | self.doomed or source == self.local:
+            return False
+        return any(
+            at == source and not slot.apart and slot.holder not in parked
+            for (at, _), slot in self.slots.items()
+        )
+
+    def is_jammed(self, account: Account) -> bool:
+        """Whether a slot comes free only with storage, and storage only with a slot."""
+        holders = [other for other in self.accounts.values() if other.storage]
+        stuck = all(other.place is None and not other.local for other in holders)
+        if not account.storage or self.num_expected or not stuck:
+            return False
+        return not any(map(self.will_grant, {at for at, _ in self.slots}))
 
     @property
     def lane_in_service(self) -> bool:
@@ -359,9 +323,17 @@ class Ledger:
 
     @property
     def slot_in_service(self) -> bool:
-        """Whether some slot may be granted, now or later."""
-        gone = self.dead | self.doomed
-        return any(at not in gone and not slot.apart for (at, _), slot in self.slots.items())
+        """Whether some source may grant a slot, now or later."""
+        gone = {*self.dead, *self.doomed, self.local}
+        slots = self.slots.items()
+        return self.num_expected > 0 or any(
+            at not in gone and not slot.apart for (at, _), slot in slots
+        )
+
+    @property
+    def local_in_service(self) -> bool:
+        """Whether the owner's own engine may get a slot, now or later."""
+        return any(at == self.local and not slot.apart for (at, _), slot in self.slots.items())
 
     @property
     def lanes_free(self) -> int:
@@ -387,6 +359,23 @@ class Ledger:
                 return False
             seen |= cells
         return True
+
+    def _follow_if_quiet(self, attempt: AttemptId) -> None:
+        """The next attempt takes the place of one that was given up, and its storage."""
+        old = self.accounts[attempt]
+        if old.given_up is None or old.flights or old.outcome is not None:
+            return
+        local = old.given_up is Cause.NO_SOURCE or attempt.attempt >= self.terms.num_attempts
+        avoid = None if old.place is None else old.place[0]
+        new = Account(old.deadline_ns, local, avoid, storage=old.storage)
+        old.storage, old.followed = False, True
+        self.accounts = dict(sorted([*self.accounts.items(), (attempt.next, new)]))
+        self.retries.add(attempt)
+
+    def _stop(self, attempt: AttemptId, now_ns: int, *, must_cancel: bool) -> None:
+        if any(slot.writer and slot.holder == attempt for slot in self.slots.values()):
+            self.cancels[attempt] = must_cancel
+        self._end_slot(self.accounts[attempt], now_ns)
 
     def _end_slot(self, account: Account, now_ns: int) -> None:
         if account.place is not None:

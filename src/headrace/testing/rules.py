@@ -19,11 +19,13 @@ from headrace.protocol.commands import (
     Quarantine,
     Report,
     Reserve,
+    Retry,
     SendCancel,
     StartImport,
     StartPrefill,
 )
-from headrace.testing.ledger import Account, Ledger, Ticket, rule
+from headrace.testing.facts import Account, Ticket, rule
+from headrace.testing.ledger import Ledger
 
 
 def check_command(ledger: Ledger, command: Command, now_ns: int) -> None:
@@ -38,6 +40,8 @@ def check_command(ledger: Ledger, command: Command, now_ns: int) -> None:
         case StartPrefill():
             _start_prefill(ledger, command, now_ns)
         case SendCancel(attempt=attempt, source=source):
+            if attempt not in ledger.cancels:
+                ledger.strand(now_ns)
             place = ledger.accounts[attempt].place
             rule(place is not None and place[0] == source, command, "to another's source")
             rule(ledger.cancels.pop(attempt, None) is not None, command, "of nothing withdrawn")
@@ -54,27 +58,35 @@ def check_command(ledger: Ledger, command: Command, now_ns: int) -> None:
             _publish(ledger, command)
         case Free(attempt=attempt) | Quarantine(attempt=attempt):
             _give_back(ledger, attempt, apart=isinstance(command, Quarantine))
+        case Retry():
+            if command.attempt not in ledger.retries:
+                ledger.strand(now_ns)
+            rule(command.attempt in ledger.retries, command, "where none is due")
+            ledger.retries.remove(command.attempt)
         case Report():
-            due = ledger.due.pop(AttemptId(*command.request, 1), None)
-            rule(due is command.outcome, command, "where due was", due)
+            if command.request not in ledger.due:
+                ledger.strand(now_ns)
+            due = ledger.due.pop(command.request, None)
+            rule(due == (command.outcome, command.cause), command, "where due was", due)
         case _:
             assert_never(command)
-    ledger.strand(now_ns)
 
 
-def settle(ledger: Ledger) -> None:
+def settle(ledger: Ledger, now_ns: int) -> None:
     """Check that the event left nothing undone.
 
     Raises:
         Violation: with what is missing.
     """
+    ledger.strand(now_ns)
     rule(not ledger.due, "no Report of", ledger.due)
     rule(not any(ledger.cancels.values()), "no SendCancel of", ledger.cancels)
     ledger.cancels.clear()
+    rule(not ledger.retries, "no Retry of", ledger.retries)
     rule(not ledger.kills, "no KillSource for", ledger.kills)
     for attempt, account in ledger.accounts.items():
         rule(not (account.over and account.storage), attempt, "is over and keeps its storage")
-        if account.outcome is None:
+        if account.live:
             ready = is_publishable(ledger, account)
             rule(ready == account.asked_to_publish, attempt, "is complete, and no Publish")
             for cells, _ in account.digests:
@@ -94,14 +106,14 @@ def is_publishable(ledger: Ledger, account: Account) -> bool:
         and not account.flights
         and account.storage
         and account.place is not None
-        and account.outcome is None
+        and account.live
     )
 
 
 def _reserve(ledger: Ledger, command: Reserve) -> None:
     account = ledger.accounts[command.attempt]
     rule(ledger.lanes_free > 0, command, "without a free lane")
-    rule(account.outcome is None and not account.storage, command, "where it has", account)
+    rule(account.live and not account.storage, command, "where it has", account)
     parked = [a for a, c in ledger.undecided() if c.place and not c.storage]
     waiting = [a for a, c in ledger.undecided() if not c.place and not c.storage]
     rule(command.attempt == (parked + waiting)[0], command, "where first is", parked, waiting)
@@ -111,8 +123,8 @@ def _reserve(ledger: Ledger, command: Reserve) -> None:
 def _start_prefill(ledger: Ledger, command: StartPrefill, now_ns: int) -> None:
     place = (command.source, int(command.slot))
     slot, account = ledger.slots[place], ledger.accounts[command.attempt]
-    outrun = command.attempt in ledger.due  # the cancel came before this was given out
-    rule(account.outcome is None or outrun, command, "after the terminal", account.outcome)
+    outrun = command.attempt.request in ledger.due  # the cancel came before this was given out
+    rule(account.live or outrun, command, "where it has", account)
     rule(account.place is None, command, "where it has", account.place)
     rule(command.source not in ledger.dead, command, "to a dead source")
     rule(command.source not in ledger.doomed, command, "to a source that is to be killed")
@@ -133,14 +145,15 @@ def _check_turn(ledger: Ledger, command: StartPrefill) -> None:
     holding = [a for a in without if ledger.accounts[a].storage]
     if not holding:
         rule(_may_park(ledger, command.source), command, "parks beyond the bound")
-    rule(command.attempt == (holding + without)[0], command, "before", holding, without)
+    fitting = [a for a in holding or without if ledger.fits(command.source, ledger.accounts[a])]
+    rule(command.attempt in fitting[:1], command, "where first is", fitting, holding, without)
 
 
 def _start_import(ledger: Ledger, command: StartImport, now_ns: int) -> None:
     account = ledger.accounts[command.attempt]
     place = (command.source, int(command.slot))
     slot = ledger.slots[place]
-    rule(account.outcome is None, command, "after the terminal", account.outcome)
+    rule(account.live, command, "where it has", account)
     rule(account.storage, command, "without storage")
     rule(account.place == place, command, "where it was granted", account.place)
     rule(slot.holder == command.attempt, command, "where the slot is", slot.holder)
@@ -164,7 +177,7 @@ def _start_import(ledger: Ledger, command: StartImport, now_ns: int) -> None:
 def _check_digest(ledger: Ledger, command: CheckDigest, now_ns: int) -> None:
     account = ledger.accounts[command.attempt]
     entry = (ledger.terms.cells(command.span), command.expected)
-    rule(account.outcome is None, command, "after the terminal", account.outcome)
+    rule(account.live, command, "where it has", account)
     rule(entry in account.digests, command, "where open are", account.digests)
     rule(not entry[0] & ~account.fenced, command, "before every piece is fenced")
     account.digests = tuple(other for other in account.digests if other != entry)
@@ -193,7 +206,7 @@ def _give_back(ledger: Ledger, attempt: AttemptId, *, apart: bool) -> None:
     rule(account.unsafe == apart, attempt, "device failed", account.unsafe, "quarantine", apart)
     account.storage = False
     if apart:
-        ledger.lane_lost()
+        ledger.lane_lost(attempt)
 
 
 def _settle_admission(ledger: Ledger) -> None:
@@ -201,12 +214,12 @@ def _settle_admission(ledger: Ledger) -> None:
     if ledger.lanes_free > 0:
         lacking = [str(a) for a, account in ledger.undecided() if not account.storage]
         rule(not lacking, "a lane is free, and storage is lacked by", lacking)
-    if not without:
-        return
+    holding = [account for account in without if account.storage]
     for (source, index), slot in ledger.slots.items():
         gone = source in ledger.dead | ledger.doomed
         if slot.holder is None and not gone and ledger.idle(source):
-            due = any(account.storage for account in without) or _may_park(ledger, source)
+            due = any(ledger.fits(source, account) for account in holding or without)
+            due = due and (bool(holding) or _may_park(ledger, source))
             rule(not due, "slot", index, "of source", source, "is free, and a hand-off lacks one")
 
 

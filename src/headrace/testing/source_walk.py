@@ -18,8 +18,8 @@ from headrace.ids import AttemptId, Generation, SlotIndex, Span
 from headrace.messages import Computing, Failed, Prefill, Progress, Released, SourceFinal
 from headrace.protocol import source as machine
 from headrace.protocol.source import SourceAttempt, SourceState
+from headrace.testing.facts import Violation, rule
 from headrace.testing.instances import EPOCH, Instance
-from headrace.testing.ledger import Violation, rule
 
 MAX_PROGRESS: Final = 8
 MAX_SPANS: Final = 3

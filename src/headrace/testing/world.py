@@ -9,19 +9,23 @@ from typing import assert_never
 
 from headrace.errors import HeadraceError, LocalProtocolError, Refused
 from headrace.ids import AttemptId, ImportId, RequestId, SourceId
-from headrace.protocol.commands import Free, Outcome, Publish, Reserve
+from headrace.protocol.commands import Cause, Free, Outcome, Publish, Report, Reserve
 from headrace.protocol.owner import Owner
 from headrace.testing.events import (
     Answer,
+    Arrive,
     Begin,
     Cancel,
     Die,
     Digested,
     Event,
     Forget,
+    Garble,
+    GiveUp,
     Imported,
     Misuse,
     Outrun,
+    Reinstate,
     Request,
     Retire,
     Submit,
@@ -29,10 +33,13 @@ from headrace.testing.events import (
     Tick,
     events,
 )
+from headrace.testing.facts import Account, Verdict, rule
 from headrace.testing.instances import DIGEST, EPOCH, Instance
 from headrace.testing.keys import key_of
-from headrace.testing.ledger import AttemptMessage, Ledger, Verdict, rule
+from headrace.testing.ledger import AttemptMessage, Ledger
 from headrace.testing.rules import check_command, settle
+
+_LACKING = ("WAITING", "PARKED", "RESERVED")
 
 
 class World:
@@ -47,6 +54,11 @@ class World:
         for at, num_slots in enumerate(instance.slots):
             self.owner.add_source(SourceId(at), num_slots, instance.plan_for, 0)
             self.ledger.attached(SourceId(at), num_slots)
+        if instance.local:
+            local = SourceId(len(instance.slots))
+            self.owner.add_source(local, 1, instance.plan_for, 0, local=True)
+            self.ledger.attached(local, 1, local=True)
+        self.ledger.num_first = self.ledger.num_sources
 
     @property
     def key(self) -> Hashable:
@@ -60,12 +72,16 @@ class World:
     def is_idle(self, event: Event) -> bool:
         """Whether the event must change nothing."""
         match event:
-            case Tell(source=source, message=message):
-                return self.ledger.verdict(source, message) is Verdict.DROP
+            case Tell(source=source, message=message, fault=fault):
+                return self.ledger.verdict(source, message, fault=fault) is Verdict.DROP
+            case Garble(source=source):
+                return self.ledger.running(source) is None
             case Submit() | Outrun(first=Submit()):
-                return not (self.ledger.slot_in_service and self.ledger.lane_in_service)
+                local = self.instance.local and self.ledger.local_in_service
+                served = self.ledger.slot_in_service or local
+                return not (served and self.ledger.lane_in_service)
             case Cancel(request=request):
-                return self.ledger.accounts[_attempt(request)].outcome is not None
+                return self.ledger.current(request)[1].outcome is not None
             case Forget(source=source):
                 return not self.ledger.may_forget(source)
             case Misuse():
@@ -82,14 +98,17 @@ class World:
         owner = self.owner
         dropped = owner.dropped.total()
         match event:
-            case Tell(source=source, message=message):
+            case Garble(source=source):
+                owner.undecodable(source, "garbage", self.now_ns)
+                rule(owner.dropped.total() == dropped + 1, "garbage was not counted")
+            case Tell(source=source, message=message, fault=fault):
                 dead = owner.dropped["dead"] + (source in self.ledger.dead)
-                owner.message(source, message, self.now_ns)
+                owner.message(source, message, self.now_ns, "no such token" if fault else "")
                 rule(owner.dropped.total() == dropped + 1, "a dropped message was not counted")
                 rule(owner.dropped["dead"] == dead, "dropped as of a dead source, or not as one")
             case Submit() | Outrun(first=Submit()):
                 with _raises(Refused):
-                    owner.submit(self.instance.num_tokens, self.now_ns)
+                    owner.submit(self.instance.num_tokens, self.now_ns, policy=self.instance.policy)
             case Cancel(request=request):
                 rule(not owner.cancel(request, self.now_ns), "a decided hand-off was cancelled")
             case Forget(source=source):
@@ -105,25 +124,25 @@ class World:
     def bring(self, event: Event) -> set[Outcome]:
         """Bring an event to the ledger and to the owner, and check what the owner commands.
 
-        Returns the terminals that were due, and so were reported.
+        Returns the terminals that were reported.
 
         Raises:
             Violation: a command was too early, wrong, or is missing.
         """
         begun_nbytes = self._bring(event)
-        self.ledger.strand(self.now_ns)
         budget_nbytes = self.ledger.budget_nbytes
-        due = set(self.ledger.due.values())
+        outcomes = set()
         for command in self.owner.commands():
             check_command(self.ledger, command, self.now_ns)
-            due |= set(self.ledger.due.values())
+            if isinstance(command, Report):
+                outcomes.add(command.outcome)
             faulty = isinstance(command, Reserve | Free) and self.instance.device_faults
             if isinstance(command, Publish) or (isinstance(command, Request) and faulty):
                 self.unanswered = (*self.unanswered, command)
         spent = budget_nbytes - self.ledger.budget_nbytes
         rule(spent == begun_nbytes, begun_nbytes, "bytes begun, and commands of", spent)
-        settle(self.ledger)
-        return due
+        settle(self.ledger, self.now_ns)
+        return outcomes
 
     def check(self) -> None:
         """That the owner calls everything what the ledger calls it, and its own integrity.
@@ -133,8 +152,11 @@ class World:
         """
         ledger, owner = self.ledger, self.owner
         for attempt, account in ledger.accounts.items():
-            state = owner.state_of(attempt.request)
-            rule(state.name == account.word, attempt, "is", state.name, "and has", account)
+            if not account.followed:
+                state = owner.state_of(attempt.request)
+                rule(state.name == account.word, attempt, "is", state.name, "and has", account)
+                at = owner.attempt_of(attempt.request)
+                rule(account.over or at == attempt, "the request is at", at, "and not", attempt)
         for (source, index), slot in ledger.slots.items():
             found = list(owner._sources[source].slots)[index].state
             rule(found.name == slot.word, "slot", index, "is", found.name, "and has", slot)
@@ -149,6 +171,10 @@ class World:
                 rule(not owner.is_in_flight(reader), reader, "is waited for, and was given up")
         lanes = owner._admission.lanes_free
         rule(lanes == ledger.lanes_free, lanes, "lanes free, and should be", ledger.lanes_free)
+        rule(owner._expected == ledger.num_expected, owner._expected, "sources expected")
+        rule(set(owner.apart) == set(ledger.apart), "apart are", owner.apart, ledger.apart)
+        lines = owner.snapshot().slots
+        rule(len(lines) == len(ledger.slots), "a snapshot of", lines, "and has", ledger.slots)
         next_ns = owner.next_deadline_ns()
         rule(next_ns is None or next_ns > self.now_ns, "a deadline was passed by:", next_ns)
         owner.check_integrity()
@@ -171,23 +197,29 @@ class World:
             Violation: something waits for ever, or for what something in service could do.
         """
         ledger = self.ledger
+        waiting = [a for a, account in ledger.undecided() if account.word in _LACKING]
+        held = [ledger.accounts[a] for a in waiting if ledger.accounts[a].word == "RESERVED"]
+        first = held or [ledger.accounts[a] for a in waiting]  # the others wait for these
+        waits = any(map(self._overdue, first))
         for place, slot in ledger.slots.items():
             lost = slot.ended_ns is not None and not slot.writer
             lost = lost and not any(reader in ledger.tickets for reader in slot.readers)
+            lost = lost or (waits and slot.holder in waiting)
             rule(slot.holder is None or lost, "slot", place, "is never given back:", slot)
-        alive = [
-            slot
-            for (at, _), slot in ledger.slots.items()
-            if at not in ledger.dead | ledger.doomed and not slot.apart
-        ]
-        overdue = bool(alive) and all(slot.ended_ns is not None for slot in alive)
-        waits = False
         for attempt, account in ledger.accounts.items():
-            if account.outcome is None and account.place is None and overdue:
-                waits = True
-            else:
+            if not (waits and attempt in waiting):
                 rule(account.over, attempt, "never ends:", account)
         return waits
+
+    def _overdue(self, account: Account) -> bool:
+        """Whether the slots that an attempt could get are all given up at their drain deadline."""
+        gone = self.ledger.dead | self.ledger.doomed
+        fitting = [
+            slot
+            for (at, _), slot in self.ledger.slots.items()
+            if at not in gone and not slot.apart and self.ledger.fits(at, account)
+        ]
+        return bool(fitting) and all(slot.ended_ns is not None for slot in fitting)
 
     def _bring(self, event: Event) -> int:
         owner, ledger, now_ns = self.owner, self.ledger, self.now_ns
@@ -196,11 +228,20 @@ class World:
                 deadline = self.instance.deadline
                 deadline_ns = None if deadline is None else now_ns + deadline
                 request = owner.submit(
-                    self.instance.num_tokens, now_ns, deadline_ns, digest=self.instance.digest
+                    self.instance.num_tokens,
+                    now_ns,
+                    deadline_ns,
+                    digest=self.instance.digest,
+                    policy=self.instance.policy,
                 )
-                ledger.submitted(_attempt(request), deadline_ns)
-            case Tell(source=source, message=message):
-                self._tell(source, message)
+                ledger.submitted(AttemptId(*request, 1), deadline_ns)
+            case Tell(source=source, message=message, fault=fault):
+                self._tell(source, message, fault=fault)
+            case Garble(source=source):
+                running = ledger.running(source)
+                if running is not None:
+                    ledger.fail(running, Cause.MALFORMED, now_ns)
+                owner.undecodable(source, "garbage", now_ns)
             case Begin(budget_nbytes=budget_nbytes):
                 ledger.budget_nbytes = budget_nbytes
                 return owner.begin_imports(budget_nbytes, self.now_ns)
@@ -212,14 +253,29 @@ class World:
             case Answer():
                 self._answer(event)
             case Retire(request=request, good=good):
-                ledger.retired(_attempt(request), unsafe=not good)
+                ledger.retired(ledger.current(request)[0], unsafe=not good)
                 owner.retire(request, now_ns, "" if good else "device")
             case Cancel(request=request):
-                ledger.decide(_attempt(request), Outcome.CANCELLED, now_ns)
+                attempt, _ = ledger.current(request)
+                ledger.decide(attempt, Outcome.CANCELLED, Cause.CANCELLED, now_ns)
                 rule(owner.cancel(request, now_ns), "an undecided hand-off was not cancelled")
-            case Die(source=source):
+            case Die(source=source, restart=restart):
+                if restart:
+                    ledger.num_expected += 1
+                    owner.expect_source()
                 ledger.died(source, now_ns)
                 owner.source_died(source, "killed", now_ns)
+            case Arrive():
+                source, num_slots = SourceId(ledger.num_sources), self.instance.slots[0]
+                ledger.num_expected -= 1
+                ledger.attached(source, num_slots)
+                owner.add_source(source, num_slots, self.instance.plan_for, now_ns, expected=True)
+            case GiveUp():
+                ledger.num_expected -= 1
+                owner.source_not_coming("it dies again and again", now_ns)
+            case Reinstate(attempt=attempt):
+                ledger.reinstated(attempt)
+                owner.reinstate(attempt, now_ns)
             case Forget(source=source):
                 ledger.forgot(source)
                 rule(owner.forget_source(source), "source", source, "was not forgotten")
@@ -229,6 +285,7 @@ class World:
                 owner.tick(self.now_ns)
             case Outrun(first=first, cancel=cancel):
                 self._bring(first)
+                ledger.strand(now_ns)
                 if not self.is_idle(cancel):
                     self._bring(cancel)
             case Misuse():
@@ -237,11 +294,11 @@ class World:
                 assert_never(event)
         return 0
 
-    def _tell(self, source: SourceId, message: AttemptMessage) -> None:
-        malformed = self.ledger.verdict(source, message) is Verdict.FAULT
+    def _tell(self, source: SourceId, message: AttemptMessage, *, fault: bool) -> None:
+        malformed = self.ledger.verdict(source, message, fault=fault) is Verdict.FAULT
         dropped = self.owner.dropped.total()
-        self.ledger.told(source, message, self.now_ns)
-        self.owner.message(source, message, self.now_ns)
+        self.ledger.told(source, message, self.now_ns, fault=fault)
+        self.owner.message(source, message, self.now_ns, "no such token" if fault else "")
         counted = self.owner.dropped.total() - dropped
         rule(counted == malformed, "malformed", malformed, "and counted", counted)
 
@@ -254,20 +311,27 @@ class World:
 
     def _answer(self, answer: Answer) -> None:
         (command, *rest), now_ns = self.unanswered, self.now_ns
-        attempt = command.attempt
+        request = command.attempt.request
         ended = answer.how != "done" and not isinstance(command, Free)
         # The shell carries nothing more out for an attempt that it has just reported as failed.
-        self.unanswered = tuple(c for c in rest if not (ended and c.attempt == attempt))
+        self.unanswered = tuple(c for c in rest if not (ended and c.attempt.request == request))
+        # A retry may have taken the storage over by now, and with it what becomes of it.
+        attempt = command.attempt
+        if isinstance(command, Reserve):
+            attempt, _ = self.ledger.current(request)
         match answer.how, command:
             case "done", Publish():
                 self.ledger.published(attempt, now_ns)
                 self.owner.published(attempt, now_ns)
             case "failed", Free():
-                self.ledger.lane_lost()
-                self.owner.lane_lost(now_ns)
+                self.ledger.lane_lost(attempt)
+                self.owner.lane_lost(attempt, "", now_ns)
             case "failed", _:
                 self.ledger.device_failed(attempt, now_ns)
                 self.owner.device_failed(attempt, "", now_ns)
+            case "refused", Publish():
+                self.ledger.fail(attempt, Cause.CORRUPT, now_ns)
+                self.owner.publish_refused(attempt, "poison", now_ns)
             case "refused", _:
                 self.ledger.reserve_refused(attempt, now_ns)
                 self.owner.reserve_refused(attempt, "no memory", now_ns)
@@ -277,6 +341,12 @@ class World:
         match misuse.subject:
             case AttemptId() as attempt if misuse.call == "reserve_refused":
                 owner.reserve_refused(attempt, "no memory", now_ns)
+            case AttemptId() as attempt if misuse.call == "publish_refused":
+                owner.publish_refused(attempt, "poison", now_ns)
+            case AttemptId() as attempt if misuse.call == "reinstate":
+                owner.reinstate(attempt, now_ns)
+            case int() if misuse.call == "not_coming":
+                owner.source_not_coming("none was", now_ns)
             case AttemptId() as attempt:
                 owner.published(attempt, now_ns)
             case RequestId() as request:
@@ -289,10 +359,6 @@ class World:
                 owner.digest_checked(ImportId(number), DIGEST, now_ns)
             case int() as number:
                 owner.import_done(ImportId(number), now_ns)
-
-
-def _attempt(request: RequestId) -> AttemptId:
-    return AttemptId(*request, 1)
 
 
 @contextmanager

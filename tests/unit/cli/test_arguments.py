@@ -190,6 +190,6 @@ def test_what_no_check_foresaw_is_a_failure_in_one_sentence(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(import_module("headrace.cli.run"), "_check", fail)
+    monkeypatch.setattr(import_module("headrace.cli.run"), "check_options", fail)
     assert run_command([*REPLAY, "--prompt", "a"]) == 1
     assert capfd.readouterr().err == f"headrace: {error}\n"

@@ -45,7 +45,7 @@ class StandIn:
                 break
         outcome = "cancelled" if withdrawn else "finished"
         rows = "rows" if self.asked[label].audit and told else ""
-        return RouteResult(told, Ended(label, outcome, "", "", None, rows, ("kv",)))  # type: ignore[arg-type]
+        return RouteResult(told, Ended(label, outcome, "", "", None, rows, ("kv",), "", ()))  # type: ignore[arg-type]
 
     def close(self) -> None:
         pass

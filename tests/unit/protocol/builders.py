@@ -1,55 +1,40 @@
-"""Legal inputs for the tests of the core: manifests, plans, grants, messages, an owner at work."""
+"""Legal inputs for the tests of the core: manifests, plans, grants, messages, an owner at work.
+
+Two ends that are joined are in `tests.unit.protocol.ends`; requests in every state in
+`tests.unit.protocol.scenes`.
+"""
 
 from __future__ import annotations
 
 import pickle
-import zlib
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, assert_never
+from collections.abc import Sequence
+from typing import Any, TypeAlias, TypeVar
 
-import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from headrace.errors import Cancelled
 from headrace.geometry import Full, Kind, Layer, Layout, Manifest, Part, Shared, Sliding
 from headrace.ids import AttemptId, ImportId, RequestId, SourceId, Span
 from headrace.messages import (
-    Cancel,
     Computing,
     Failed,
-    FromSource,
     Prefill,
     Progress,
     Released,
     Route,
     SourceFinal,
-    ToSource,
-    decode_from_source,
-    decode_to_source,
-    encode,
 )
 from headrace.plan import Plan, compile_plan
 from headrace.protocol.books import AttemptMessage, Limits
 from headrace.protocol.commands import (
     CheckDigest,
     Command,
-    Free,
-    KillSource,
-    Outcome,
     Publish,
-    Quarantine,
-    Report,
-    Reserve,
-    SendCancel,
     StartImport,
     StartPrefill,
 )
-from headrace.protocol.handoff import HandoffState
 from headrace.protocol.machine import Machine
 from headrace.protocol.owner import Owner
-from headrace.protocol.source import SourceAttempt
 
 C = TypeVar("C")
 
@@ -113,16 +98,6 @@ def cells_of(plan: Plan, *spans: Span) -> list[Cell]:
         for layer in range(span.layer_start, span.layer_stop)
         for position in range(span.start, span.stop)
         if plan.windows[layer][0] <= position < plan.windows[layer][1]
-    ]
-
-
-def rectangles(plan: Plan, groups: Sequence[tuple[range, ...]], chunk: int) -> list[list[Span]]:
-    """What a source commits: each layer group cut by position into chunks."""
-    step = chunk or plan.num_tokens
-    return [
-        [Span(run.start, run.stop, at, min(at + step, plan.num_tokens)) for run in group]
-        for group in groups
-        for at in range(0, plan.num_tokens, step)
     ]
 
 
@@ -214,8 +189,12 @@ class Shell:
     def plan_for(self, num_tokens: int) -> Plan:
         return make_plan(num_tokens, *self.kinds)
 
-    def add_source(self, source: int, num_slots: int) -> None:
-        self.owner.add_source(SourceId(source), num_slots, self.plan_for, self.now_ns)
+    def add_source(self, source: int, num_slots: int, **kind: bool) -> None:
+        self.owner.add_source(SourceId(source), num_slots, self.plan_for, self.now_ns, **kind)
+        self.take()
+
+    def not_coming(self, reason: str = "it died three times") -> None:
+        self.owner.source_not_coming(reason, self.now_ns)
         self.take()
 
     def take(self) -> list[Command]:
@@ -234,40 +213,51 @@ class Shell:
         self.take()
         return request
 
-    def grant_of(self, request: RequestId) -> StartPrefill:
-        """The grant that a request's source was given."""
-        return next(g for g in self.all(StartPrefill) if g.attempt.request == request)
+    def attempt_of(self, request: RequestId) -> AttemptId:
+        """The attempt that a request is at; the first of one that is forgotten."""
+        return self.owner.attempt_of(request) or AttemptId(*request, 1)
 
-    def send(self, message: AttemptMessage, source: int | None = None) -> None:
-        sender = (
-            SourceId(source)
-            if source is not None
-            else self.grant_of(message.attempt.request).source
-        )
-        self.owner.message(sender, message, self.now_ns)
+    def grants_of(self, request: RequestId) -> list[StartPrefill]:
+        """All grants of a request, one for each attempt that got a slot."""
+        return [g for g in self.all(StartPrefill) if g.attempt.request == request]
+
+    def grant_of(self, request: RequestId) -> StartPrefill:
+        """The grant of a request's first attempt."""
+        return self.grants_of(request)[0]
+
+    def send(self, message: AttemptMessage, source: int | None = None, fault: str = "") -> None:
+        """By default from the source that the attempt was granted to."""
+        if source is None:
+            grants = self.all(StartPrefill)
+            source = next(g.source for g in grants if g.attempt == message.attempt)
+        self.owner.message(SourceId(source), message, self.now_ns, fault)
+        self.take()
+
+    def undecodable(self, source: int = 0) -> None:
+        self.owner.undecodable(SourceId(source), "not a message", self.now_ns)
         self.take()
 
     def progress(self, request: RequestId, *spans: Span, digests: Sequence[int] = ()) -> None:
-        """Tell spans; without any, all cells."""
+        """The source of the last attempt tells spans; without any, all cells."""
         told = spans or (Span(0, len(self.kinds), 0, 4),)
-        g = self.grant_of(request)
+        g = self.grants_of(request)[-1]
         self.send(Progress(g.attempt, g.slot, g.generation, told, tuple(digests), 0, 0))
 
     def computing(self, request: RequestId) -> None:
-        g = self.grant_of(request)
+        g = self.grants_of(request)[-1]
         self.send(Computing(g.attempt, g.slot, g.generation))
 
     def final(self, request: RequestId, token: int | None = None) -> None:
-        g = self.grant_of(request)
+        g = self.grants_of(request)[-1]
         first, value = ("logits", 0) if token is None else ("token", token)
         self.send(SourceFinal(g.attempt, g.slot, g.generation, first, value, 0, 0))  # type: ignore[arg-type]
 
     def failed(self, request: RequestId, reason: str = "engine") -> None:
-        g = self.grant_of(request)
+        g = self.grants_of(request)[-1]
         self.send(Failed(g.attempt, g.slot, g.generation, reason))
 
     def released(self, request: RequestId) -> None:
-        g = self.grant_of(request)
+        g = self.grants_of(request)[-1]
         self.send(Released(g.attempt, g.slot, g.generation))
 
     def prefill(self, request: RequestId, token: int | None = None) -> None:
@@ -289,8 +279,8 @@ class Shell:
         for command in self.begin():
             self.done(command.import_id)
 
-    def checked(self, check: CheckDigest, actual: int) -> None:
-        self.owner.digest_checked(check.import_id, actual, self.now_ns)
+    def checked(self, check: CheckDigest, actual: int, reason: str = "") -> None:
+        self.owner.digest_checked(check.import_id, actual, self.now_ns, reason)
         self.take()
 
     def import_failed(self, import_id: ImportId, reason: str = "device") -> None:
@@ -298,9 +288,13 @@ class Shell:
         self.take()
 
     def publish(self, request: RequestId) -> None:
-        """Carry out the request's Publish."""
-        command = next(p for p in self.all(Publish) if p.attempt.request == request)
+        """Carry out the request's last Publish."""
+        *_, command = (p for p in self.all(Publish) if p.attempt.request == request)
         self.owner.published(command.attempt, self.now_ns)
+        self.take()
+
+    def publish_refused(self, request: RequestId, reason: str = "poison") -> None:
+        self.owner.publish_refused(self.attempt_of(request), reason, self.now_ns)
         self.take()
 
     def serve(self, request: RequestId) -> None:
@@ -319,15 +313,19 @@ class Shell:
         self.take()
 
     def reserve_refused(self, request: RequestId, reason: str = "no memory") -> None:
-        self.owner.reserve_refused(AttemptId(*request, 1), reason, self.now_ns)
+        self.owner.reserve_refused(self.attempt_of(request), reason, self.now_ns)
         self.take()
 
     def device_failed(self, request: RequestId, reason: str = "device") -> None:
-        self.owner.device_failed(AttemptId(*request, 1), reason, self.now_ns)
+        self.owner.device_failed(self.attempt_of(request), reason, self.now_ns)
         self.take()
 
-    def lane_lost(self) -> None:
-        self.owner.lane_lost(self.now_ns)
+    def lane_lost(self, request: RequestId, reason: str = "not freed") -> None:
+        self.owner.lane_lost(AttemptId(*request, 1), reason, self.now_ns)
+        self.take()
+
+    def reinstate(self, request: RequestId, attempt: int = 1) -> None:
+        self.owner.reinstate(AttemptId(*request, attempt), self.now_ns)
         self.take()
 
     def died(self, source: int = 0, reason: str = "killed") -> None:
@@ -343,208 +341,3 @@ class Shell:
         self.now_ns = now_ns
         self.owner.tick(now_ns)
         self.take()
-
-
-Program: TypeAlias = list[list[Span]]
-
-
-def program_of(plan: Plan, prefill: Prefill) -> Program:
-    """The batches of spans that an engine commits when it cuts as it was asked to."""
-    everything = [(range(len(plan.layers)),)]
-    if prefill.route == "whole":
-        return rectangles(plan, everything, 0)
-    if prefill.route == "chunked":
-        return rectangles(plan, everything, prefill.chunk)
-    groups = plan.layer_groups(prefill.group_layers, prefill.emission)
-    return rectangles(plan, groups, prefill.chunk)
-
-
-class Source:
-    """A source's end: its attempt, what its engine still has to commit, and both its queues."""
-
-    def __init__(self, num_slots: int, plan_for: Callable[[int], Plan]) -> None:
-        self.plan_for = plan_for
-        self.slots: list[dict[Cell, AttemptId]] = [{} for _ in range(num_slots)]
-        self.inbox: deque[bytes] = deque()
-        self.outbox: deque[bytes] = deque()
-        self.attempt: SourceAttempt | None = None
-        self.program: Program = []
-        self.alive = True
-
-    def step(self, *, broken: bool = False) -> None:
-        """Take in one message, or else commit the next batch, the final or the release."""
-        if self.inbox and (self.attempt is None or self.inbox[0][:8].find(b"cancel") >= 0):
-            self._take(decode_to_source(self.inbox.popleft()))
-        elif self.attempt is not None:
-            self._run(self.attempt, broken)
-
-    def _take(self, message: ToSource) -> None:
-        if isinstance(message, Prefill):
-            plan = self.plan_for(message.num_tokens)
-            self.attempt = SourceAttempt(message, plan)
-            self.attempt.start(0)
-            self.program = program_of(plan, message)
-        elif self.attempt is not None and message == Cancel(self.attempt.prefill.attempt):
-            self.attempt.cancel()
-
-    def _run(self, attempt: SourceAttempt, broken: bool) -> None:
-        try:
-            attempt.check_running()
-            if broken:
-                raise RuntimeError("the engine broke")
-            if self.program:
-                self._send(*self._commit(attempt, self.program.pop(0)))
-                return
-            self._send(*attempt.final(None, 0, 0))
-        except Cancelled:
-            pass
-        except RuntimeError as exc:
-            self._send(*attempt.fail(str(exc)))
-        self._send(attempt.returned())
-        self.attempt = None
-
-    def _commit(self, attempt: SourceAttempt, spans: list[Span]) -> list[Progress]:
-        prefill, slot = attempt.prefill, self.slots[attempt.prefill.slot]
-        for cell in cells_of(attempt.plan, *spans):
-            slot[cell] = prefill.attempt
-        digests = [digest_of(slot, attempt.plan, span) for span in spans] if prefill.digest else []
-        return attempt.commit(spans, digests, 0)
-
-    def _send(self, *messages: FromSource) -> None:
-        self.outbox += map(encode, messages)
-
-
-def digest_of(cells: Mapping[Cell, AttemptId], plan: Plan, span: Span) -> int:
-    return zlib.crc32(repr([(cell, cells[cell]) for cell in cells_of(plan, span)]).encode())
-
-
-class Ends:
-    """An owner and its sources joined by queues of encoded messages, over memory of cells.
-
-    A cell holds the attempt that wrote it. Bytes are read when an import ends, as late as may be,
-    so that a slot given to another too early shows in what is published.
-    """
-
-    def __init__(
-        self, owner: Owner, plan_for: Callable[[int], Plan], options: Callable[[AttemptId], Prefill]
-    ) -> None:
-        """`options` of an attempt are those of its grant, all but the ids."""
-        self.owner = owner
-        self.plan_for = plan_for
-        self.options = options
-        self.now_ns = 0
-        self.sources: dict[SourceId, Source] = {}
-        self.storage: dict[AttemptId, dict[Cell, AttemptId]] = {}
-        self.flights: dict[ImportId, StartImport | CheckDigest] = {}
-        self.ends: dict[RequestId, Outcome] = {}
-        self.published: set[RequestId] = set()
-        self.seen: set[HandoffState] = set()
-        self.to_kill: list[SourceId] = []
-        self.to_refuse: list[AttemptId] = []
-        self.refuses = self.loses = False  # the next reservation, the next lane that is freed
-
-    def add_source(self, num_slots: int) -> SourceId:
-        source = SourceId(len(self.sources))
-        self.sources[source] = Source(num_slots, self.plan_for)
-        self.owner.add_source(source, num_slots, self.plan_for, self.now_ns)
-        self.obey()
-        return source
-
-    def deliver(self, source: SourceId) -> None:
-        """The owner reads one message of a source, if there is one."""
-        if self.sources[source].outbox:
-            message = decode_from_source(self.sources[source].outbox.popleft())
-            assert isinstance(message, Computing | Progress | SourceFinal | Failed | Released)
-            self.owner.message(source, message, self.now_ns)
-            self.obey()
-
-    def begin(self, budget_nbytes: int) -> None:
-        self.owner.begin_imports(budget_nbytes, self.now_ns)
-        self.obey()
-
-    def land(self, import_id: ImportId) -> None:
-        """An import, or the check of a digest, ends."""
-        flight = self.flights.pop(import_id)
-        held, plan = self.storage[flight.attempt], self._plan(flight.attempt)
-        if isinstance(flight, CheckDigest):
-            actual = digest_of(held, plan, flight.span)
-            self.owner.digest_checked(import_id, actual, self.now_ns)
-        else:
-            slot = self.sources[flight.source].slots[flight.slot]
-            held |= {cell: slot[cell] for cell in cells_of(plan, flight.piece)}
-            self.owner.import_done(import_id, self.now_ns)
-        self.obey()
-
-    def break_import(self, import_id: ImportId) -> None:
-        self.flights.pop(import_id)
-        self.owner.import_failed(import_id, "device", self.now_ns)
-        self.obey()
-
-    def kill(self, source: SourceId) -> None:
-        """The source dies; what it had said is still read."""
-        while self.sources[source].outbox:
-            self.deliver(source)
-        self.sources[source].alive = False
-        self.owner.source_died(source, "killed", self.now_ns)
-        self.obey()
-
-    def obey(self) -> None:
-        """Carry out the owner's commands, after a look at its integrity."""
-        self.owner.check_integrity()
-        for request in list(self.owner._requests):
-            self.seen.add(self.owner.state_of(request))
-        for import_id in list(self.flights):
-            if not self.owner.is_in_flight(import_id):  # given up: its fence means nothing any more
-                del self.flights[import_id]
-        while commands := self.owner.commands():
-            for command in commands:
-                self._obey(command)
-            while self.to_refuse:
-                self.owner.reserve_refused(self.to_refuse.pop(), "no memory", self.now_ns)
-            self.owner.check_integrity()
-        while self.to_kill:
-            self.kill(self.to_kill.pop())
-
-    def _obey(self, command: Command) -> None:
-        match command:
-            case Reserve(attempt):
-                assert attempt not in self.storage
-                if self.refuses:
-                    self.to_refuse.append(attempt)  # when all that was commanded with it is done
-                else:
-                    self.storage[attempt] = {}
-                self.refuses = False
-            case StartPrefill(attempt, source, slot, generation):
-                prefill = msgspec.structs.replace(
-                    self.options(attempt), attempt=attempt, slot=slot, generation=generation
-                )
-                self.sources[source].inbox.append(encode(prefill))
-            case SendCancel(attempt, source):
-                self.sources[source].inbox.append(encode(Cancel(attempt)))
-            case KillSource(source):
-                assert self.sources[source].alive
-                self.to_kill.append(source)  # when all that was commanded with it is done
-            case StartImport() | CheckDigest():
-                assert command.attempt in self.storage
-                self.flights[command.import_id] = command
-            case Publish(attempt):
-                assert not [f for f in self.flights.values() if f.attempt == attempt]
-                plan = self._plan(attempt)
-                assert self.storage[attempt] == dict.fromkeys(cells_of(plan, plan.whole()), attempt)
-                self.published.add(attempt.request)
-                self.owner.published(attempt, self.now_ns)
-            case Free(attempt) | Quarantine(attempt):
-                assert not [f for f in self.flights.values() if f.attempt == attempt]
-                del self.storage[attempt]
-                if self.loses and isinstance(command, Free):
-                    self.loses = False
-                    self.owner.lane_lost(self.now_ns)
-            case Report(request, outcome):
-                assert request not in self.ends
-                assert (outcome is Outcome.PUBLISHED) == (request in self.published)
-                self.ends[request] = outcome
-            case _:
-                assert_never(command)
-
-    def _plan(self, attempt: AttemptId) -> Plan:
-        return self.plan_for(self.options(attempt).num_tokens)

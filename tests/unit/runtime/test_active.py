@@ -30,7 +30,7 @@ def in_the_way(*steps: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(time, "monotonic_ns", lambda: PUBLISHED)
     active.published(Entry(0, 4, 1))
     active.decoded_meanwhile(PUBLISHED, PUBLISHED + 500)
-    active.end("finished", "")
+    active.end("finished", "", None)
     assert active.request.measured is not None
     return active.request.measured.decode_in_the_way_ns
 

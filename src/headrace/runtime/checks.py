@@ -1,0 +1,102 @@
+"""What can never be served is refused at submit, by the option's name."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from headrace.backends.base import Decoder
+from headrace.errors import Refused
+from headrace.geometry import Manifest
+from headrace.ids import AttemptId
+from headrace.messages import Prefill, Sampling
+from headrace.plan import Plan
+from headrace.protocol.books import PlanFor
+from headrace.protocol.source import MOST_SPANS, expected_spans
+from headrace.runtime.requests import RequestOptions
+
+
+def prompt_of(tokens: Sequence[int]) -> array[int]:
+    """The prompt as u32 ids. Raises: Refused."""
+    try:
+        return array("I", tokens)
+    except (TypeError, OverflowError) as exc:
+        raise Refused(f"the prompt is no sequence of token ids: {exc}", field="prompt") from exc
+
+
+def check_request(
+    tokens: Sequence[int],
+    options: RequestOptions,
+    decoder: Decoder,
+    manifest: Manifest,
+    context: int,
+    sides: Iterable[tuple[Manifest, PlanFor]],
+) -> list[Plan]:
+    """Check a request against its owner and all sources that it may go to; returns their plans.
+
+    Raises:
+        Refused: it can never be served as asked; the text says what to change.
+    """
+    options.check_values()
+    if any(not 0 <= token < manifest.vocab_size for token in tokens):
+        raise Refused(f"a token id is outside [0, {manifest.vocab_size})", field="prompt")
+    if options.max_tokens > 1 and not (decoder.caps.decodes or options.hold):
+        raise Refused(
+            f"max_tokens is {options.max_tokens} and this decoder cannot decode; give 0 or 1",
+            field="max_tokens",
+        )
+    if options.max_tokens > 0 and not options.hold:
+        _check_sampling(options.sampling)
+    reach = len(tokens) + (0 if options.hold else max(options.max_tokens - 1, 0))
+    if reach > context:
+        raise Refused(
+            f"{len(tokens)} prompt tokens and {options.max_tokens} to decode need a context of "
+            f"{reach}, and it is {context}; raise --context or ask for less",
+            field="context",
+        )
+    plans = []
+    for source, plan_for in sides:
+        options.check(source, manifest)
+        plan = plan_for(len(tokens))
+        _check_cuts(options, plan)
+        plans.append(plan)
+    return plans
+
+
+def _check_cuts(options: RequestOptions, plan: Plan) -> None:
+    num_spans = expected_spans(grant(AttemptId(0, 0, 0), 0, 0, plan.num_tokens, options), plan)
+    if num_spans > MOST_SPANS:
+        raise Refused(
+            f"this is cut into {num_spans} spans and at most {MOST_SPANS} can be told; use "
+            "larger chunks or layer groups",
+            field="chunk",
+        )
+
+
+def grant(
+    attempt: AttemptId, slot: int, generation: int, num_tokens: int, options: RequestOptions
+) -> Prefill:
+    """The message that grants a source its slot, with how the request is to be cut."""
+    return Prefill(
+        attempt,
+        slot,
+        generation,
+        num_tokens,
+        options.route,
+        options.group_layers,
+        options.chunk,
+        options.prefill_chunk,
+        options.emission,
+        options.digest,
+    )
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    try:
+        from headrace.engine.sampling import check_sampling
+    except ImportError as exc:
+        raise Refused(
+            f"choosing tokens needs numpy ({exc}); install headrace[cpu], or ask for max_tokens=0",
+            field="max_tokens",
+        ) from exc
+    check_sampling(sampling)

@@ -1,0 +1,256 @@
+"""What an operator asks of an owner that runs, and the socket through which it is asked.
+
+An owner whose config names a control path listens there, on an AF_UNIX SEQPACKET socket whose file
+only its own user may open. It takes two messages: `Inspect`, and `Reinstate` for what is in
+quarantine. Both are answered in the owner's turns, so an answer waits for a decode step at most.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+
+from headrace.channel import MAX_MESSAGE_NBYTES, Channel
+from headrace.errors import HeadraceError, PeerDied, Refused, RemoteProtocolError, WouldBlock
+from headrace.messages import (
+    FromOwner,
+    Inspect,
+    Inspected,
+    Quarantined,
+    Reinstate,
+    Reinstated,
+    ToOwner,
+    decode_from_owner,
+    decode_to_owner,
+    encode,
+    travelling_text,
+)
+from headrace.protocol.snapshot import LaneLine, SlotLine
+from headrace.runtime.owner import DecoderOwner
+
+MAX_OPERATORS = 8  # connections at once; one more closes the oldest
+ANSWER_TIMEOUT_S = 60.0
+
+_MAX_PATH_NBYTES = 107  # what an AF_UNIX address holds
+_MAX_LINES = 256
+_log = logging.getLogger("headrace.owner")
+
+
+class NoAnswer(HeadraceError):
+    """An owner did not answer an operator in time."""
+
+
+def answer(owner: DecoderOwner, message: Inspect | Reinstate) -> Inspected | Reinstated:
+    """Do what an operator asks, and say what came of it."""
+    if isinstance(message, Inspect):
+        return inspected(owner)
+    try:
+        owner.reinstate(message.attempt)
+    except HeadraceError as exc:
+        return Reinstated(message.attempt, travelling_text(str(exc)))
+    _log.warning("%s was reinstated by an operator: %s", message.attempt, message.because)
+    return Reinstated(message.attempt, "")
+
+
+def inspected(owner: DecoderOwner) -> Inspected:
+    """What an owner holds, as much of it as one message carries."""
+    now_ns = time.monotonic_ns()
+    snapshot = owner.snapshot()
+    lines = [
+        *(_lane_text(lane, now_ns) for lane in snapshot.lanes),
+        *(_slot_text(slot, now_ns) for slot in snapshot.slots),
+        *(f"waiting: {attempt}" for attempt in snapshot.waiting),
+    ]
+    report = Inspected(
+        tuple(
+            (travelling_text(section), travelling_text(name), count)
+            for section, counts in owner.statistics().items()
+            for name, count in counts.items()
+        ),
+        tuple(
+            Quarantined(attempt, travelling_text(apart.reason), max(0, now_ns - apart.since_ns))
+            for attempt, apart in owner.quarantined().items()
+        ),
+        tuple(travelling_text(line) for line in lines[:_MAX_LINES]),
+    )
+    while len(encode(report)) > MAX_MESSAGE_NBYTES:
+        report = _halved(report)
+    return report
+
+
+def _halved(report: Inspected) -> Inspected:
+    lines, apart, counts = report.lines, report.quarantined, report.statistics
+    if lines:
+        lines = lines[: len(lines) // 2]
+    elif apart:
+        apart = apart[: len(apart) // 2]
+    else:
+        counts = counts[: len(counts) // 2]
+    return Inspected(counts, apart, lines)
+
+
+def _lane_text(lane: LaneLine, now_ns: int) -> str:
+    since = f" for {(now_ns - lane.since_ns) / 1e9:.1f} s: {lane.reason}" if lane.since_ns else ""
+    return f"lane {lane.state}, attempt {lane.attempt}{since}"
+
+
+def _slot_text(slot: SlotLine, now_ns: int) -> str:
+    holder = f", attempt {slot.holder}" if slot.holder is not None else ""
+    tokens = f", tokens out: {', '.join(slot.tokens)}" if slot.tokens else ""
+    since = f", for {(now_ns - slot.since_ns) / 1e9:.1f} s" if slot.since_ns else ""
+    where = f"slot {slot.slot} of source {slot.source}, generation {slot.generation}"
+    return f"{where}: {slot.state}{holder}{tokens}{since}"
+
+
+class ControlSocket:
+    """The socket at a control path, served in an owner's turns."""
+
+    def __init__(self, path: str, owner: DecoderOwner) -> None:
+        """Listen at `path`; the socket of an owner that is dead is replaced.
+
+        Raises:
+            Refused: the path is too long, cannot be made, or is somebody else's.
+        """
+        self._path = Path(path)
+        self._owner = owner
+        self._open: list[Channel[FromOwner, ToOwner]] = []
+        self._sock: socket.socket | None = _listen(self._path)
+        self._file = os.lstat(self._path)
+        owner.watch(self._sock.fileno(), self._accept)
+
+    def close(self) -> None:
+        """End it and remove the file, if it is still this one's. Idempotent.
+
+        Close it before its owner, which watches it.
+        """
+        if self._sock is None:
+            return
+        self._stop()
+        for channel in list(self._open):
+            self._hang_up(channel)
+        try:
+            if os.path.samestat(os.lstat(self._path), self._file):
+                os.unlink(self._path)
+        except OSError as exc:
+            _log.warning("the control socket %s was not removed: %s", self._path, exc.strerror)
+
+    def _stop(self) -> None:
+        if self._sock is not None:
+            self._owner.unwatch(self._sock.fileno())
+            self._sock.close()
+            self._sock = None
+
+    def _accept(self) -> None:
+        if self._sock is None:
+            return
+        try:
+            sock, _ = self._sock.accept()
+        except BlockingIOError:
+            return
+        except OSError as exc:  # no descriptor left: it would be readable for ever
+            _log.error("no operator is heard any more at %s: %s", self._path, exc.strerror)
+            self._stop()
+            return
+        if len(self._open) == MAX_OPERATORS:
+            self._hang_up(self._open[0])
+        channel: Channel[FromOwner, ToOwner] = Channel(sock, encode, decode_to_owner)
+        self._open.append(channel)
+        self._owner.watch(channel.fileno(), lambda: self._serve(channel))
+
+    def _serve(self, channel: Channel[FromOwner, ToOwner]) -> None:
+        """One message, whose descriptors nobody asked for are closed."""
+        try:
+            message, descriptors = channel.receive()
+            for fd in descriptors:
+                os.close(fd)
+            if isinstance(message, Inspect | Reinstate):
+                channel.send(answer(self._owner, message))
+                return
+        except WouldBlock:
+            return
+        except (PeerDied, RemoteProtocolError):
+            pass  # gone, or no operator of ours
+        self._hang_up(channel)
+
+    def _hang_up(self, channel: Channel[FromOwner, ToOwner]) -> None:
+        self._owner.unwatch(channel.fileno())
+        self._open.remove(channel)
+        channel.close()
+
+
+def ask(
+    path: Path, message: Inspect | Reinstate, timeout_s: float = ANSWER_TIMEOUT_S
+) -> Inspected | Reinstated:
+    """Ask the owner that listens at `path`.
+
+    Raises:
+        Refused: nobody listens there. NoAnswer, PeerDied: the owner did not answer.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with Channel(sock, encode, decode_from_owner) as channel:
+        try:
+            sock.connect(os.fspath(path))
+        except OSError as exc:
+            raise Refused(f"no owner listens at {path}: {exc.strerror or exc}") from exc
+        channel.send(message)
+        if not channel.wait_readable(timeout_s):
+            raise NoAnswer(f"the owner at {path} did not answer in {timeout_s:.0f} s")
+        reply, _ = channel.receive()
+    if not isinstance(reply, Inspected | Reinstated):
+        raise RemoteProtocolError(f"the owner answered with {type(reply).__name__}")
+    return reply
+
+
+def _listen(path: Path) -> socket.socket:
+    if len(os.fsencode(path)) > _MAX_PATH_NBYTES:
+        raise Refused(
+            f"the control path {path} is longer than {_MAX_PATH_NBYTES} bytes; name a shorter one",
+            field="control",
+        )
+    sock = socket.socket(
+        socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+    )
+    try:
+        os.fchmod(sock.fileno(), 0o600)  # before the file is there, so that nobody slips in
+        try:
+            sock.bind(os.fspath(path))
+        except OSError as exc:
+            if exc.errno != errno.EADDRINUSE:
+                raise
+            _remove_stale(path)
+            sock.bind(os.fspath(path))
+        sock.listen(MAX_OPERATORS)
+    except OSError as exc:
+        sock.close()
+        raise Refused(
+            f"no control socket can be made at {path}: {exc.strerror or exc}", field="control"
+        ) from exc
+    except Refused:
+        sock.close()
+        raise
+    return sock
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket of an owner that is dead; refuse whatever else is there."""
+    found = os.lstat(path)
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+        raise Refused(f"{path} is no control socket of yours; name another path", field="control")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except OSError as exc:
+            if exc.errno != errno.EAGAIN:  # it listens, and its queue is full
+                raise Refused(
+                    f"{path} is no control socket of yours: {exc.strerror}; name another path",
+                    field="control",
+                ) from exc
+    raise Refused(f"another owner listens at {path}; name another path", field="control")

@@ -1,0 +1,108 @@
+"""Published entries: their first token, their decode steps one after another, their end.
+
+Callbacks of callers run here. What one raises or asks for ends its own request only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from headrace.backends.base import Decoder
+from headrace.ids import AttemptId
+from headrace.protocol.commands import Cause
+from headrace.protocol.owner import Owner
+from headrace.runtime.active import Active, reason_of
+
+
+class Decoding:
+    """The entries that decode, in the order of their turns."""
+
+    def __init__(
+        self,
+        machine: Owner,
+        decoder: Decoder,
+        actives: Mapping[AttemptId, Active],
+        carry_out: Callable[[], None],
+    ) -> None:
+        """`actives`: all requests, since a step of one stands in the way of others' imports."""
+        self._machine = machine
+        self._decoder = decoder
+        self._actives = actives
+        self._carry_out = carry_out
+        self._entries: deque[Active] = deque()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def begin(self, active: Active, token: int | None, logits: memoryview) -> None:
+        """The entry is published: choose its first token, unless the source gave it."""
+        request = active.request
+        if request.options.hold:
+            request.entry, request.logits = active.entry, bytes(logits)
+            request.tokens += [] if token is None else [token]
+            active.end("finished", "", None)
+            return
+        last = request.options.max_tokens == 0
+        if not last:
+            try:
+                chosen = active.choose(logits) if token is None else token
+            except Exception as exc:  # a row of logits that holds no choice
+                self.finish(active, "failed", reason_of(exc), Cause.MALFORMED)
+                return
+            last = active.take(chosen)
+        if request.options.audit:
+            try:
+                active.audit(self._decoder)
+            except Exception as exc:
+                self.finish(active, "failed", reason_of(exc), Cause.DEVICE, quarantine=True)
+                return
+        if not self._ended_by_callback(active):
+            if last:
+                self.finish(active, "finished", "", None)
+            else:
+                self._entries.append(active)
+
+    def step(self) -> None:
+        """One step of the entry whose turn it is; the others' order stays."""
+        active = self._entries[0]
+        begun_ns = time.monotonic_ns()
+        stepped = False
+        try:
+            (logits,) = self._decoder.decode_step([(active.entry, active.request.tokens[-1])])
+            stepped = True
+            token = active.choose(logits)
+        except Exception as exc:
+            text = reason_of(exc)
+            self.finish(active, "failed", text, Cause.DEVICE, quarantine=not stepped)
+            return
+        self._entries.rotate(-1)
+        for other in self._actives.values():
+            other.decoded_meanwhile(begun_ns, time.monotonic_ns())
+        last = active.take(token)
+        if not self._ended_by_callback(active) and last:
+            self.finish(active, "finished", "", None)
+
+    def finish(
+        self,
+        active: Active,
+        outcome: str,
+        reason: str,
+        cause: Cause | None,
+        *,
+        quarantine: bool = False,
+    ) -> None:
+        """The request is over; its storage is given back, or set apart."""
+        if active in self._entries:
+            self._entries.remove(active)
+        active.end(outcome, reason, cause)
+        why = reason if quarantine else ""
+        self._machine.retire(active.request.request, time.monotonic_ns(), why)
+        self._carry_out()
+
+    def _ended_by_callback(self, active: Active) -> bool:
+        """Whether a callback cancelled or broke its request, which is then over."""
+        if active.callback_error and not active.request.done:
+            self.finish(active, "failed", active.callback_error, Cause.CANCELLED)
+        return active.request.done

@@ -1,0 +1,302 @@
+"""The sources of one owner: attached, listened to, buried, and started again where asked for.
+
+What a source says is brought to the owner; what its death means is brought to the machine. A source
+that has hung up, or was told to be killed, is not waited for: time is kept for each.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import lru_cache
+
+from headrace.errors import LocalProtocolError, PeerDied, RemoteProtocolError, WouldBlock
+from headrace.geometry import Layout, Manifest
+from headrace.ids import SourceId
+from headrace.messages import (
+    Computing,
+    Failed,
+    FromSource,
+    Progress,
+    Released,
+    SourceFinal,
+    travelling_text,
+)
+from headrace.plan import Plan, compile_plan
+from headrace.process import KILL_WAIT_S
+from headrace.protocol.books import AttemptMessage, PlanFor
+from headrace.protocol.commands import StartPrefill
+from headrace.protocol.owner import Owner
+from headrace.runtime.local import LocalSource
+from headrace.runtime.restarts import HANG_UP_GRACE_S, Line, Restarts
+from headrace.runtime.supervisor import RestartPolicy
+from headrace.runtime.watch import Watch
+from headrace.runtime.worker import MESSAGES_PER_ATTEMPT, SourceHandle
+
+_log = logging.getLogger("headrace.owner")
+
+
+class Sources:
+    """All sources of one owner, the local one included.
+
+    handles, plans: by source, while it is in the machine's books. granted: the last grant of each.
+    """
+
+    def __init__(
+        self,
+        machine: Owner,
+        decoder: Manifest,
+        context: int,
+        local: LocalSource | None,
+        watch: Watch,
+        tell: Callable[[SourceId, AttemptMessage], None],
+        carry_out: Callable[[], None],
+    ) -> None:
+        """`tell` brings what a source said of an attempt; `carry_out` runs the commands.
+
+        `local` is closed here, and comes into service with `open_local`.
+        """
+        self.handles: dict[SourceId, SourceHandle | LocalSource] = {}
+        self.plans: dict[SourceId, PlanFor] = {}
+        self.granted: dict[SourceId, StartPrefill] = {}
+        self._machine = machine
+        self._decoder = decoder
+        self._context = context
+        self._watch = watch
+        self._tell = tell
+        self._carry_out = carry_out
+        self._next = 0
+        self._dead: set[SourceId] = set()
+        self._leaving: dict[SourceId, int] = {}  # hung up: killed at this time if it lives on
+        self._killed: dict[SourceId, int] = {}  # given up at this time if it lives on
+        self._local = local
+        self._local_id: SourceId | None = None
+        self._restarts = Restarts(machine, decoder, context, watch, self._enter_again)
+
+    def attach(self, handle: SourceHandle, policy: RestartPolicy | None) -> None:
+        """Take a started source; waits for its handshake. Raises: Refused, PeerDied."""
+        handle.attach(self._decoder, self._context, self._machine.epoch)
+        line = None if policy is None else Line(handle, policy, time.monotonic_ns())
+        self._enter(handle, line, expected=False)
+
+    @property
+    def has_local(self) -> bool:
+        """Whether the owner can prefill by itself."""
+        return self._local is not None
+
+    def open_local(self) -> None:
+        """Have the owner's own engine in service. Raises: Refused when memory is short."""
+        if self._local is None or self._local_id is not None:
+            return
+        self._local.open()
+        source = self._local_id = self._new(self._local)
+        now_ns = time.monotonic_ns()
+        self._machine.add_source(
+            source, self._local.num_slots, self.plans[source], now_ns, local=True
+        )
+        self._carry_out()
+
+    def sides(self, *, local: bool) -> Iterator[tuple[Manifest, PlanFor]]:
+        """Manifest and plans of every source that a request may go to, those away included.
+
+        `local`: with the owner's own engine.
+        """
+        for source, handle in self.handles.items():
+            if source not in self._dead and isinstance(handle, SourceHandle):
+                yield handle.manifest, self.plans[source]
+        if local and self._local is not None:
+            yield self._local.manifest, self._plan_for(self._local.layout)
+        for line in self._restarts.away:
+            yield line.manifest, self._plan_for(line.layout)
+
+    def run_local(self, take_in: Callable[[], None]) -> None:
+        """Run the attempt that the owner's own engine was granted, if there is one."""
+        source = self._local_id
+        if self._local is not None and source is not None:
+            self._local.run(
+                self.plans[source], lambda message: self._take(source, message), take_in
+            )
+
+    def kill(self, source: SourceId, reason: str) -> None:
+        """The machine wants a source ended; its pidfd tells when it is."""
+        _log.warning("%s: it is ended", reason)
+        self._end(source)
+
+    def served(self, source: SourceId) -> None:
+        """It finished a request."""
+        self._restarts.served(source)
+
+    def before_tick(self, now_ns: int, drain_timeout_ns: int) -> None:
+        """Expect another one after each that this tick of the machine will have killed."""
+        for line in self._machine.snapshot().slots:
+            overdue = line.state == "draining" and line.since_ns + drain_timeout_ns <= now_ns
+            if overdue and "write" in line.tokens:
+                self._restarts.expect_after(line.source)
+
+    def tick(self, now_ns: int) -> None:
+        """Do what is due by now: kills, and starts."""
+        for source in [s for s, due_ns in self._leaving.items() if due_ns <= now_ns]:
+            del self._leaving[source]
+            self._end(source)  # it can take no prompt and give no lease back any more
+        for source in [s for s, due_ns in self._killed.items() if due_ns <= now_ns]:
+            del self._killed[source]
+            handle = self._process(source)
+            reason = f"source {handle.engine} (pid {handle.pid}) cannot be killed"
+            self._restarts.gave_up_on(source, f"{reason}: stuck in a device driver", now_ns)
+        self._restarts.tick(now_ns)
+
+    def next_due_ns(self) -> int | None:
+        """When `tick` must be called next."""
+        due = [*self._leaving.values(), *self._killed.values()]
+        restart_ns = self._restarts.next_due_ns()
+        return min([*due, *([] if restart_ns is None else [restart_ns])], default=None)
+
+    def let_go(self) -> None:
+        """Close what dead sources held, once nothing reads their slots."""
+        for source in sorted(self._dead):
+            if self._machine.forget_source(source):
+                self._dead.remove(source)
+                self._process(source).close(0.0)
+                del self.handles[source]
+                del self.plans[source]
+                self.granted.pop(source, None)
+
+    @property
+    def local_waits(self) -> bool:
+        """Whether the owner's own engine has an attempt to run."""
+        return self._local is not None and self._local.waits
+
+    @property
+    def set_aside(self) -> list[str]:
+        """Why sources are not started again."""
+        return self._restarts.set_aside
+
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """Of the restarts, and of each source by its id."""
+        each = {f"source {source}": h.statistics() for source, h in self.handles.items()}
+        return {"restarts": self._restarts.statistics(), **each}
+
+    def close(self) -> None:
+        """End all of them, also those that start."""
+        with ExitStack() as stack:
+            if self._local is not None:
+                stack.callback(self._local.close)
+            for handle in self.handles.values():
+                if isinstance(handle, SourceHandle):
+                    stack.callback(handle.close)
+            stack.callback(self._restarts.close)
+
+    # In service.
+
+    def _enter(self, handle: SourceHandle, line: Line | None, *, expected: bool) -> None:
+        source = self._new(handle)
+        if line is not None:
+            self._restarts.serves(source, line)
+        plan_for, now_ns = self.plans[source], time.monotonic_ns()
+        self._machine.add_source(source, handle.num_slots, plan_for, now_ns, expected=expected)
+        self._watch.add(handle.channel_fd, lambda: self._receive(source))
+        self._watch.add(handle.death_fd, lambda: self._bury(source))
+        self._carry_out()
+
+    def _enter_again(self, handle: SourceHandle, line: Line) -> None:
+        self._enter(handle, line, expected=True)
+
+    def _new(self, handle: SourceHandle | LocalSource) -> SourceId:
+        source = SourceId(self._next)
+        self._next += 1
+        self.handles[source] = handle
+        self.plans[source] = self._plan_for(handle.layout)
+        return source
+
+    def _process(self, source: SourceId) -> SourceHandle:
+        handle = self.handles[source]
+        if isinstance(handle, LocalSource):
+            raise LocalProtocolError("the owner's own engine is no process")
+        return handle
+
+    def _plan_for(self, layout: Layout) -> PlanFor:
+        @lru_cache(maxsize=64)
+        def plan_for(num_tokens: int) -> Plan:
+            return compile_plan(self._decoder, layout, num_tokens, self._context)
+
+        return plan_for
+
+    # What comes in.
+
+    def _receive(self, source: SourceId) -> None:
+        """Take in what a source told: in one turn no more than one attempt may have queued."""
+        for _ in range(MESSAGES_PER_ATTEMPT):
+            if not self._receive_one(source):
+                return
+
+    def _receive_one(self, source: SourceId) -> bool:
+        handle = self._process(source)
+        try:
+            message = handle.receive()
+        except WouldBlock:
+            return False
+        except PeerDied:
+            self._hung_up(source)
+            return False
+        except RemoteProtocolError as exc:
+            self._machine.dropped["undecodable"] += 1
+            self._fail_running(source, str(exc))
+            return True
+        self._take(source, message)
+        return True
+
+    def _take(self, source: SourceId, message: FromSource) -> None:
+        if isinstance(message, SourceFinal):
+            message = self._checked_final(self.handles[source].manifest, message)
+        if isinstance(message, Computing | Progress | SourceFinal | Failed | Released):
+            self._tell(source, message)
+        else:
+            self._machine.dropped["unexpected"] += 1
+
+    def _fail_running(self, source: SourceId, reason: str) -> None:
+        """What names no attempt is the running one's fault; the source itself lives on."""
+        granted = self.granted.get(source)
+        if granted is not None:
+            identity = granted.attempt, granted.slot, granted.generation
+            self._tell(source, Failed(*identity, travelling_text(reason)))
+
+    def _checked_final(self, manifest: Manifest, final: SourceFinal) -> SourceFinal | Failed:
+        """The final, or a failure if it is not what the source's manifest promised."""
+        if final.first == manifest.first and final.token < manifest.vocab_size:
+            return final
+        self._machine.dropped["malformed"] += 1
+        reason = (
+            f"a final of {final.first} {final.token}, the source's manifest has {manifest.first} "
+            f"and {manifest.vocab_size} ids"
+        )
+        return Failed(final.attempt, final.slot, final.generation, reason)
+
+    # How it goes.
+
+    def _hung_up(self, source: SourceId) -> None:
+        """The channel ended. That is no proof of death: one that lives on has to be ended."""
+        handle = self._process(source)
+        if handle.channel_fd in self._watch:
+            self._watch.remove(handle.channel_fd)
+            self._leaving[source] = time.monotonic_ns() + int(HANG_UP_GRACE_S * 1e9)
+
+    def _end(self, source: SourceId) -> None:
+        self._process(source).kill()
+        self._killed[source] = time.monotonic_ns() + int(KILL_WAIT_S * 1e9)
+
+    def _bury(self, source: SourceId) -> None:
+        handle = self._process(source)
+        if not handle.died():
+            return
+        self._watch.remove(handle.death_fd)
+        while self._receive_one(source):
+            pass  # what it said before it died still counts; no more can come
+        self._watch.remove(handle.channel_fd)  # a process that it forked may hold the other end
+        self._leaving.pop(source, None)
+        self._killed.pop(source, None)
+        _log.info("%s", handle.exit_text())
+        self._restarts.died(source, handle.exit_text(), time.monotonic_ns())
+        self._dead.add(source)
+        self._carry_out()

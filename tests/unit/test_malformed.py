@@ -1,0 +1,433 @@
+"""Everything wrong that a source can say, at every stage of an attempt, between two neighbours.
+
+What is refused is refused before anything changes: the neighbours and all that is not the attempt's
+own stay as they were, and afterwards they are published whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import RemoteProtocolError
+from headrace.geometry import Layout, Manifest
+from headrace.ids import AttemptId, SourceId, Span
+from headrace.messages import (
+    Computing,
+    Failed,
+    FromSource,
+    Progress,
+    Released,
+    SourceFinal,
+    decode_from_source,
+    encode,
+)
+from headrace.plan import compile_plan
+from headrace.protocol.books import Limits
+from headrace.protocol.commands import Cause, Outcome, Publish, Report
+from headrace.protocol.owner import Owner
+from headrace.testing.malformed import Case, cases
+from headrace.testing.malformed_speech import AttemptMessage, Identity
+from tests.unit.malformed_scenes import (
+    BUDGET,
+    DIGEST,
+    HALF,
+    PLAN,
+    REST,
+    STAGES,
+    UNDECIDED,
+    VOCAB,
+    WHOLE,
+    Hear,
+    N,
+    Scene,
+    all_but_drops,
+    all_but_victim,
+    all_cases,
+    claims_of,
+    ears,
+    ends_of,
+    finish,
+    identity_of,
+    is_readable,
+    scene_at,
+    victim_of,
+)
+from tests.unit.protocol.builders import EPOCH, FEW, cells_of, geometries, grant
+
+WINDOWS = PLAN.windows
+
+
+@pytest.fixture(scope="module")
+def hear() -> Iterator[Hear]:
+    with ears() as hear:
+        yield hear
+
+
+def bring(scene: Scene, case: Case, hear: Hear, *, fails: bool) -> dict[str, int]:
+    """Bring a case; returns what was counted.
+
+    What is counted tells no cell; and where the case must not fail its attempt, it changes nothing.
+    """
+    owner, before = scene.shell.owner, scene.shell.owner.dropped.copy()
+    for payload in case.payloads:
+        handoff, claims = victim_of(scene), claims_of(victim_of(scene))
+        held, num_dropped = all_but_drops(scene), owner.dropped.total()
+        hear(scene, payload)
+        if owner.dropped.total() > num_dropped:
+            assert claims_of(handoff) == claims, case
+            assert fails or all_but_drops(scene) == held, case
+    return dict(owner.dropped - before)
+
+
+BY_THE_SHELL = ("first", "size")  # of a final: a failure of the source, as the machine sees it
+
+
+def count(*names: str) -> dict[str, int]:
+    return {name: names.count(name) for name in names}
+
+
+@pytest.mark.parametrize(("stage", "digest"), [("leased", False), ("parked", True)])
+def test_every_case_of_an_attempt_that_was_told_nothing(
+    stage: str, digest: bool, hear: Hear
+) -> None:
+    for case in all_cases(digest=digest):
+        if case.kind == "corrupt":
+            continue  # legal on the wire; found out when the bytes land, below
+        scene = scene_at(stage, digest=digest)
+        others, fails = all_but_victim(scene), case.verdict == "fails"
+        assert bring(scene, case, hear, fails=fails) == count(*case.counted), case
+        assert ends_of(scene, scene.victim) == [Outcome.FAILED] * fails, case
+        assert all_but_victim(scene) == others, case
+        assert not scene.shell.all(Publish), case
+        if case.counted == ("malformed",) and case.kind not in BY_THE_SHELL:
+            assert [r.cause for r in scene.shell.all(Report)] == [Cause.MALFORMED], case
+        if is_readable(case):
+            finish(scene)
+
+
+@pytest.mark.parametrize("digest", [False, True], ids=["plain", "digest"])
+def test_a_digest_that_no_bytes_have(digest: bool, hear: Hear) -> None:
+    wrong = [c for c in all_cases(digest=digest) if c.kind == "corrupt"]
+    assert len(wrong) == 2
+    for case in wrong:
+        scene = scene_at("leased", digest=digest)
+        assert bring(scene, case, hear, fails=True) == {}
+        scene.shell.begin(BUDGET)
+        scene.land(scene.victim)
+        (report,) = scene.shell.all(Report)
+        assert (report.request, report.cause) == (scene.victim, Cause.CORRUPT)
+        finish(scene)
+
+
+def due(stage: str, scene: Scene, case: Case) -> tuple[tuple[str, ...], bool]:
+    """What must become of one packet at a stage: what is counted, and whether the attempt fails."""
+    undecided = stage in [each.__name__ for each in UNDECIDED]
+    if case.counted == ("unexpected",):
+        return case.counted, False
+    if not is_readable(case):
+        return ("undecodable", *AFTER_GARBAGE.get(stage, ())), undecided
+    message = decode_from_source(case.payloads[0])
+    assert isinstance(message, Computing | Progress | SourceFinal | Failed | Released)
+    lease = (message.attempt, message.slot, message.generation) == identity_of(scene.grant)
+    gives_back = lease and isinstance(message, Released)
+    if stage == "dead":
+        return ("dead",), False
+    if message.attempt != scene.grant.attempt or stage in ("ended", "reused", "retried"):
+        return ("stale",), False
+    if stage == "returned" and gives_back:
+        return ("malformed",), False  # twice
+    if stage in ("published", "draining", "returned", "given_up"):
+        return (() if gives_back else ("late",) if lease else ("stale",)), False
+    if stage in ("sealed", "released"):
+        legal = gives_back and stage == "sealed"
+        return (() if legal else ("malformed",)), not legal
+    return case.counted, case.verdict == "fails"
+
+
+AFTER_GARBAGE = {
+    "sealed": ("malformed",),
+    "released": ("malformed",),
+    "published": ("late",),
+    "draining": ("late",),
+    "returned": ("late",),
+    "given_up": ("late",),
+    "ended": ("stale",),
+    "retried": ("stale",),
+    "dead": ("dead",),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_packet_at_every_stage(stage: str, hear: Hear) -> None:
+    single = [case for case in all_cases(digest=False) if len(case.payloads) == 1]
+    unreadable = [case for case in single if not is_readable(case)]
+    few = unreadable[::40] if stage != "reused" else []  # where they are another's fault
+    some = {case.name for case in single[::5]}
+    for case in [*filter(is_readable, single), *few]:
+        if stage == "told" and case.name == "order: the final first":
+            continue  # not first any more, and legal
+        if case.kind == "first" and stage not in ("half_told", "told"):
+            continue  # the shell's own to refuse, and then it is a failure
+        scene = scene_at(stage)
+        others, ends = all_but_victim(scene), len(ends_of(scene, scene.victim))
+        counted, fails = due(stage, scene, case)
+        assert bring(scene, case, hear, fails=fails) == count(*counted), (case, stage)
+        assert len(ends_of(scene, scene.victim)) == ends + fails, case
+        assert all_but_victim(scene) == others, case
+        if (fails or not counted) and case.name in some:
+            finish(scene)
+
+
+def test_garbage_is_the_fault_of_the_one_that_runs(hear: Hear) -> None:
+    """It names nobody; the slot's holder before has no part in it."""
+    scene = scene_at("reused")
+    (new,) = scene.others
+    hear(scene, b"\xc1")
+    assert ends_of(scene, new) == [Outcome.FAILED]
+    scene.shell.released(new)
+    scene.others = ()
+    finish(scene)
+
+
+@FEW
+@given(geometries(), st.booleans())
+def test_the_cases_fit_any_plan(geometry: tuple[Manifest, Layout, int, int], digest: bool) -> None:
+    """Each is named once, and a fresh attempt with that plan does as its verdict says."""
+    decoder, layout, n, context = geometry
+    plan = compile_plan(decoder, layout, n, context)
+    others = [(AttemptId(EPOCH, 1, 1), 1, 3)]
+    found = list(cases(plan, grant(n, digest=digest), others=others))
+    assert len({case.name for case in found}) == len(found)
+    for case in found:
+        if not is_readable(case) or case.kind in ("handshake", "first", "corrupt"):
+            continue
+        owner = Owner(EPOCH, Limits(num_lanes=1, context=context))
+        owner.add_source(SourceId(0), 2, lambda _: plan, 0)
+        owner.submit(n, 0, digest=digest)
+        for payload in case.payloads:
+            message = decode_from_source(payload)
+            assert isinstance(message, AttemptMessage)
+            if isinstance(message, SourceFinal) and message.token:
+                owner.dropped["malformed"] += 1  # by the shell, which knows the vocabulary
+                message = Failed(message.attempt, message.slot, message.generation, "")
+            owner.message(SourceId(0), message, 0)
+        assert dict(owner.dropped) == count(*case.counted), case
+        failed = [c for c in owner.commands() if isinstance(c, Report)]
+        assert len(failed) == (case.verdict == "fails"), case
+        owner.check_integrity()
+
+
+# Any bytes.
+
+SAMPLES = [case.payloads for case in all_cases(digest=False)]
+NEAR = [-1, 0, 1, 2, 3, 4, 5, 6, 35, 36, 37, 39, 40, 41, 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 1]
+LAYERS = len(WINDOWS)
+
+
+def test_any_byte_replaced_is_a_message_of_whole_numbers_or_one_error() -> None:
+    """Each byte of each legal message, by each other byte."""
+    scene = scene_at("leased")
+    identity = identity_of(scene.grant)
+    samples: list[FromSource] = [
+        Progress(*identity, (HALF, REST), (1, 1 << 63), 1, 2),
+        Computing(*identity),
+        SourceFinal(*identity, "logits", 0, 1, 2),
+        Failed(*identity, "why"),
+        Released(*identity),
+    ]
+    readable = 0
+    for payload in map(encode, samples):
+        for at in range(len(payload)):
+            for byte in range(256):
+                changed = payload[:at] + bytes([byte]) + payload[at + 1 :]
+                try:
+                    message = decode_from_source(changed)
+                except RemoteProtocolError:
+                    continue
+                readable += 1
+                assert all(type(number) is int for number in numbers(message)), changed
+    assert readable > 1000
+
+
+def numbers(message: FromSource | tuple[object, ...]) -> Iterator[object]:
+    """All that is no text in a message."""
+    for value in message if isinstance(message, tuple) else msgspec.structs.astuple(message):
+        if isinstance(value, tuple):
+            yield from numbers(value)
+        elif not isinstance(value, str):
+            yield value
+
+
+@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@given(
+    st.one_of(
+        st.binary(max_size=200), st.binary(max_size=40).map(lambda b: b"\x98\xa8progress" + b)
+    )
+)
+def test_any_bytes_are_a_message_or_one_error(payload: bytes) -> None:
+    try:
+        message = decode_from_source(payload)
+    except RemoteProtocolError:
+        return
+    assert decode_from_source(encode(message)) == message
+
+
+class Told:
+    """What the victim's source told so far, as cells, and whether the next word is legal."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.cells: set[tuple[int, int]] = set()
+        self.final = False
+        self.over = False
+        self.returned = False
+        self.wrong_digest = False
+
+    def is_legal(self, message: AttemptMessage) -> bool:
+        if (message.attempt, message.slot, message.generation) != self.identity or self.returned:
+            return False
+        if self.over:
+            return isinstance(message, Released)
+        match message:
+            case Progress(spans=spans, digests=digests):
+                return not self.final and len(digests) in (0, len(spans)) and self._new(spans)
+            case SourceFinal(first=first, token=token):
+                whole = self.cells == set(cells_of(PLAN, WHOLE))
+                return whole and not self.final and first == "logits" and token < VOCAB
+            case Released():
+                return True
+        return not self.final
+
+    def note(self, message: AttemptMessage) -> None:
+        """A legal message was taken."""
+        match message:
+            case Progress(spans=spans, digests=digests):
+                self.cells |= set(cells_of(PLAN, *spans))
+                stamped = zip(spans, digests, strict=False)
+                wrong = [span for span, digest in stamped if digest != DIGEST]
+                self.wrong_digest |= bool(cells_of(PLAN, *wrong))
+            case SourceFinal():
+                self.final = True
+            case Failed():
+                self.over = True
+            case Released():
+                self.over = self.over or not self.final
+                self.returned = True
+
+    def _new(self, spans: tuple[Span, ...]) -> bool:
+        for a, b, p, q in spans:
+            if not (0 <= a < b <= LAYERS and 0 <= p < q <= N):
+                return False
+        cells = cells_of(PLAN, *spans)
+        return len(set(cells)) == len(cells) and not self.cells.intersection(cells)
+
+
+def _payloads() -> st.SearchStrategy[bytes]:
+    """Cases, cases with a few bytes changed, and messages made of numbers near legal ones."""
+    scene = scene_at("leased")
+    victim, other = identity_of(scene.grant), identity_of(scene.shell.grant_of(scene.b))
+    near = st.sampled_from(NEAR)
+    attempts = st.sampled_from([*[victim[0]] * 30, victim[0].next, other[0], AttemptId(7, 99, 1)])
+    slots = st.sampled_from([*[victim[1]] * 200, *NEAR])
+    generations = st.sampled_from([*[victim[2]] * 200, *NEAR])
+    layer, position = st.integers(0, LAYERS), st.sampled_from([0, 10, 20, 36, 37, 38, N])
+    span = st.one_of(
+        st.builds(Span, layer, layer, position, position),
+        st.integers(0, LAYERS - 1).map(lambda at: Span(at, at + 1, 0, N)),
+        st.builds(Span, near, near, near, near),
+    )
+    spans = st.lists(span, min_size=1, max_size=3).map(tuple) | st.just((WHOLE,))
+    digests = st.lists(near, max_size=2).map(tuple) | st.just(())
+    at = (attempts, slots, generations)
+    none, zero, logits = st.just(()), st.just(0), st.just("logits")
+    messages = st.one_of(
+        st.builds(Progress, *at, spans, digests, near, near),
+        st.builds(Progress, *at, st.just((WHOLE,)), none, zero, zero),
+        st.builds(SourceFinal, *at, st.sampled_from(["logits", "token"]), near, near, near),
+        st.builds(SourceFinal, *at, logits, zero, zero, zero),
+        st.builds(Computing, *at),
+        st.builds(Failed, *at, st.text(max_size=3)),
+        st.builds(Released, *at),
+    ).map(encode)
+    cased = st.sampled_from([payload for payloads in SAMPLES for payload in payloads])
+    changes = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 255)), max_size=2)
+    return st.one_of(messages, messages, messages, st.builds(_changed, messages | cased, changes))
+
+
+@st.composite
+def _told(draw: st.DrawFn) -> list[tuple[bytes, bool]]:
+    """Some of what a good source tells, in any order of its rows, and then anything.
+
+    With each packet: whether imports begin and land after it.
+    """
+    identity = identity_of(scene_at("leased").grant)
+    rows = draw(st.permutations([Span(at, at + 1, 0, N) for at in range(LAYERS)]))
+    good: list[FromSource] = [Progress(*identity, (row,), (), 0, 0) for row in rows]
+    good += [SourceFinal(*identity, "logits", 0, 0, 0), Released(*identity)]
+    packets = [encode(message) for message in good[: draw(st.integers(0, len(good)))]]
+    packets += draw(st.lists(_payloads(), max_size=8))
+    return [(packet, draw(st.booleans())) for packet in packets]
+
+
+def _changed(payload: bytes, changes: list[tuple[int, int]]) -> bytes:
+    out = bytearray(payload)
+    for at, byte in changes:
+        if out:
+            out[at % len(out)] = byte
+    return bytes(out)
+
+
+def _of_an_attempt(payload: bytes) -> AttemptMessage | None:
+    try:
+        message = decode_from_source(payload)
+    except RemoteProtocolError:
+        return None
+    return message if isinstance(message, AttemptMessage) else None
+
+
+@settings(max_examples=120, deadline=None, database=None, derandomize=True)
+@given(_told())
+def test_whatever_comes_is_legal_or_changes_nothing(told: list[tuple[bytes, bool]]) -> None:
+    """A second statement of what is legal says of each packet whether it must be taken."""
+    scene = scene_at("leased")
+    mine = Told(identity_of(scene.grant))
+    scene.shell.begin(BUDGET)
+    others = all_but_victim(scene)
+    with ears() as hear:
+        for payload, imports in told:
+            message = _of_an_attempt(payload)
+            if message is not None and message.attempt.request == scene.a:
+                continue  # legal, or not, of another attempt of the same source
+            _hear_and_compare(scene, mine, payload, hear)
+            assert all_but_victim(scene) == others
+            assert ends_of(scene, scene.victim) == [Outcome.FAILED] * mine.over
+            if imports:
+                scene.shell.begin(BUDGET)
+                scene.land(scene.victim)
+                others = all_but_victim(scene)
+                mine.over |= mine.wrong_digest
+    finish(scene)
+
+
+def _hear_and_compare(scene: Scene, mine: Told, payload: bytes, hear: Hear) -> None:
+    owner, message = scene.shell.owner, _of_an_attempt(payload)
+    dropped, handoff = owner.dropped.copy(), victim_of(scene)
+    claims, held = claims_of(handoff), all_but_drops(scene)
+    hear(scene, payload)
+    refused = owner.dropped - dropped
+    if message is not None:
+        assert mine.is_legal(message) == (not refused), message
+    if message is not None and not refused:
+        mine.note(message)
+        return
+    assert claims_of(handoff) == claims
+    own = message is None or message.attempt == scene.grant.attempt
+    if own and refused.keys() & {"undecodable", "malformed"}:
+        mine.over = True  # if it was not before
+    else:
+        assert all_but_drops(scene) == held
