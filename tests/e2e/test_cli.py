@@ -26,8 +26,11 @@ PROMPT = "it is a truth universally acknowledged " * 3
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_in(tmp_path_factory.mktemp("model"))
+
+
+def model_in(directory: Path) -> Path:
     """A tiny hybrid model with a tokenizer of one token per byte below 128."""
-    directory = tmp_path_factory.mktemp("model")
     for path in directory_of("gemma3").iterdir():
         (directory / path.name).symlink_to(path)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCAB - 1]

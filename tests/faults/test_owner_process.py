@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import select
@@ -26,6 +27,7 @@ from headrace.runtime.config import OwnerConfig
 from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.router import OwnerClient, OwnerFailed
+from headrace.runtime.supervisor import RestartPolicy
 from tests.faults.lab import CONTEXT, GATED, GEOMETRY, LAYERS, Gate, prompt
 
 STREAMED = RequestOptions(route="streamed", max_tokens=1, audit=True)
@@ -139,11 +141,55 @@ def test_killed_source_is_told_to_the_router(tmp_path: Path) -> None:
         label = w.client.submit(prompt(1), STREAMED)
         os.kill(w.source_pid, signal.SIGKILL)
         ended = w.client.result(label).ended
-        assert ended.outcome == "failed"
+        assert (ended.outcome, ended.cause) == ("failed", "source-died")
         assert "signal 9" in ended.reason
         again = w.client.result(w.client.submit(prompt(1), STREAMED)).ended
         assert (again.outcome, again.mistake) == ("failed", "source")
         assert again.reason.startswith("no prefill source")
+
+
+def test_a_killed_source_comes_back_where_it_is_told_to(tmp_path: Path) -> None:
+    """The running request is tried again, the waiting one never noticed."""
+    policy = RestartPolicy(first_delay_s=0.01)
+    with watched(tmp_path, restart=policy, decoder_options={"context": CONTEXT, "lanes": 1}) as w:
+        retried = w.client.submit(prompt(1), replace_options(on_failure="retry", digest=True))
+        waiting = w.client.submit(prompt(2), STREAMED)
+        os.kill(w.source_pid, signal.SIGKILL)
+        w.gate.open()
+        ended = w.client.result(retried).ended
+        assert (ended.outcome, ended.cause) == ("finished", "")
+        assert len(ended.attempts) == 1
+        assert "signal 9" in ended.attempts[0]
+        assert w.client.result(waiting).ended.outcome == "finished"
+        counts = {(s, n): count for s, n, count in w.client.inspect().statistics}
+        assert counts["restarts", "restarted"] == 1
+        assert counts["retries", "count"] == 1
+
+
+def replace_options(**changes: Any) -> RequestOptions:
+    return dataclasses.replace(STREAMED, **changes)
+
+
+def test_a_request_that_no_message_carries_is_refused_here(tmp_path: Path) -> None:
+    """The owner could not read it, and so could not answer."""
+    with watched(tmp_path) as w:
+        for name, value in (("max_attempts", -1), ("on_failure", "hope"), ("chunk", -1)):
+            with pytest.raises(Refused) as caught:
+                w.client.submit(prompt(1), replace_options(**{name: value}))
+            assert caught.value.field == name
+        w.gate.open()
+        assert w.client.result(w.client.submit(prompt(1), STREAMED)).ended.outcome == "finished"
+
+
+def test_an_owner_without_an_engine_of_its_own_does_not_start(tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    client = OwnerClient(config(gate, local=True))
+    try:
+        with pytest.raises(Refused, match="decoder null has no prefill engine of its own"):
+            client.start()
+    finally:
+        gate.open()
+        client.close()
 
 
 def test_a_refused_request_names_its_option(tmp_path: Path) -> None:
@@ -212,7 +258,8 @@ def test_the_deadlines_are_configured(tmp_path: Path) -> None:
         label = w.client.submit(prompt(1), STREAMED)
         os.kill(w.source_pid, signal.SIGSTOP)
         ended = w.client.result(label).ended
-        assert (ended.outcome, ended.reason) == ("failed", "the source made no progress in time")
+        assert (ended.outcome, ended.cause) == ("failed", "stalled")
+        assert ended.reason == "the source made no progress in time"
         assert dead(w.source)
 
 

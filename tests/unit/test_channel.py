@@ -406,3 +406,23 @@ def test_a_pair_beyond_any_buffer_is_refused_before_it_is_tried() -> None:
 def test_a_pair_for_no_message_is_our_mistake(messages: int, nbytes: int) -> None:
     with pytest.raises(LocalProtocolError, match="cannot queue"):
         socket_pair(messages, nbytes)
+
+
+def test_what_a_channel_counts() -> None:
+    with raw_and_text() as (near, end):
+        end.send("four")
+        near.send(b"one")
+        near.send(b"\xff")
+        assert end.receive()[0] == "one"
+        with pytest.raises(RemoteProtocolError):
+            end.receive()
+        with pytest.raises(WouldBlock):
+            end.receive()
+        with contextlib.suppress(WouldBlock):
+            while True:
+                end.send("x" * 1000)
+        counts = end.statistics()
+        assert counts["sent_nbytes"] == 4 + 1000 * (counts["sent"] - 1)
+        del counts["sent"], counts["sent_nbytes"]
+        assert counts == {"no_room": 1, "received": 1, "refused": 1, "open": 1}
+    assert end.statistics()["open"] == 0

@@ -14,6 +14,13 @@ def test_attempts_of_one_request_differ() -> None:
     assert AttemptId(1, 2, 1) != AttemptId(2, 2, 1)
 
 
+def test_the_next_attempt_is_of_the_same_request() -> None:
+    attempt = AttemptId(255, 3, 2)
+    assert attempt.next == AttemptId(255, 3, 3)
+    assert attempt.next.request == attempt.request
+    assert attempt.next > attempt  # attempts of one request sort in their order
+
+
 def test_the_texts_carry_epoch_counter_and_attempt() -> None:
     assert str(RequestId(255, 3)) == "ff.3"
     assert str(AttemptId(255, 3, 2)) == "ff.3/2"

@@ -337,3 +337,12 @@ def test_hugepages_in_the_kernels_words(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "shmem_enabled").write_text("always within_size advise [never] deny force\n")
     (tmp_path / "nr").write_text("12\n")
     assert memory.hugepages() == HugePages("madvise", "never", 12)
+
+
+def test_what_a_slab_holds() -> None:
+    slab = Slab.create(8192)
+    assert slab.statistics() == {"nbytes": 8192, "mapped": 1, "descriptors": 1}
+    slab.close_fd()
+    assert slab.statistics() == {"nbytes": 8192, "mapped": 1, "descriptors": 0}
+    slab.close()
+    assert slab.statistics() == {"nbytes": 8192, "mapped": 0, "descriptors": 0}

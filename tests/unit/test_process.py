@@ -141,6 +141,16 @@ def test_a_child_ends_by_itself(nursery: Nursery) -> None:
     assert child.exit_status() == 3
 
 
+def test_what_is_known_of_a_child(nursery: Nursery) -> None:
+    child = nursery.spawn()
+    assert child.statistics() == {"pid": child.pid, "alive": 1, "watched": 1}
+    child.kill()
+    assert child.wait(10.0)
+    assert child.statistics() == {"pid": child.pid, "alive": 0, "watched": 1}
+    child.close()
+    assert child.statistics() == {"pid": child.pid, "alive": 0, "watched": 0}
+
+
 def test_close_waits_for_an_orderly_exit(nursery: Nursery) -> None:
     child = nursery.spawn()
     nursery.let_go()

@@ -17,6 +17,7 @@ from headrace.cli.models import models_app
 from headrace.cli.owner import owner_app
 from headrace.cli.run import run
 from headrace.cli.run_options import RunOptions
+from headrace.engine.capacity import MORE_MEMORY
 from headrace.errors import BackendUnavailable, HeadraceError, Refused
 from headrace.version import VERSION
 
@@ -58,6 +59,8 @@ def run_command(arguments: list[str]) -> int:
         return _complain("interrupted", INTERRUPTED)
     except BrokenPipeError:
         return FAILURE
+    except MemoryError:
+        return _complain(f"too little memory. {MORE_MEMORY}", FAILURE)
     except (OSError, UnicodeError) as exc:  # a full disk, an output that cannot spell the text
         return _complain(str(exc), FAILURE)
     return status if isinstance(status, int) else 0

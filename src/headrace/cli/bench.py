@@ -137,12 +137,16 @@ def faults_command(
         )
     )
     write_rows(out, "faults", rows)
+    _print_figures(rows)
+    return 0
+
+
+def _print_figures(rows: list[dict[str, Any]]) -> None:
     table = Table("figure", "result", "goal", "")
     for figure in figures(rows):
         met = {True: "met", False: "missed", None: ""}[figure.met]
         table.add_row(figure.name, figure.result, figure.goal, met)
     _console.print(table)
-    return 0
 
 
 def _check_sizes(flag: str, sizes_mb: tuple[int, ...]) -> None:

@@ -6,6 +6,7 @@ import json
 import secrets
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +38,7 @@ WARM_UP_TOKENS = 8
 CHUNKED_POSITIONS = 256
 CONTEXT_STEP = 64
 PROBE_TIMEOUT_S = 60.0
+WITHDRAWN_WITHIN_S = 5.0
 
 _DEFAULTS = RunOptions()
 
@@ -243,7 +245,8 @@ def _one(
         result = client.result(label, show)
     except KeyboardInterrupt:
         client.withdraw(label)
-        client.result(label)
+        with suppress(OwnerFailed):  # one whose device hangs is ended by force
+            client.result(label, within_s=WITHDRAWN_WITHIN_S)
         raise
     ended = result.ended
     if ended.mistake:

@@ -141,6 +141,9 @@ def _check_sampling(options: RunOptions) -> None:
         raise Refused(
             f"choosing tokens needs {exc.name}; {INSTALL}, or give --max-tokens 0"
         ) from exc
+    except ImportError as exc:  # it is there and cannot be loaded
+        why = str(exc).strip().rpartition("\n")[2]  # numpy's is a page, whose last line tells
+        raise Refused(f"choosing tokens needs numpy ({why}), or give --max-tokens 0") from exc
     try:
         check_sampling(sampling_of(options))
     except Refused as exc:

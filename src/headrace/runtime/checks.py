@@ -95,8 +95,9 @@ def _check_sampling(sampling: Sampling) -> None:
     try:
         from headrace.engine.sampling import check_sampling
     except ImportError as exc:
+        why = str(exc).strip().rpartition("\n")[2]  # numpy's is a page, whose last line tells
         raise Refused(
-            f"choosing tokens needs numpy ({exc}); install headrace[cpu], or ask for max_tokens=0",
+            f"choosing tokens needs numpy ({why}); install headrace[cpu], or ask for max_tokens=0",
             field="max_tokens",
         ) from exc
     check_sampling(sampling)

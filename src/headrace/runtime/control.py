@@ -108,28 +108,32 @@ def _slot_text(slot: SlotLine, now_ns: int) -> str:
 
 
 class ControlSocket:
-    """The socket at a control path, served in an owner's turns."""
+    """The socket at a control path. Whoever asks before there is an owner waits for it."""
 
-    def __init__(self, path: str, owner: DecoderOwner) -> None:
+    def __init__(self, path: str) -> None:
         """Listen at `path`; the socket of an owner that is dead is replaced.
 
         Raises:
             Refused: the path is too long, cannot be made, or is somebody else's.
         """
         self._path = Path(path)
-        self._owner = owner
+        self._owner: DecoderOwner | None = None
         self._open: list[Channel[FromOwner, ToOwner]] = []
         self._sock: socket.socket | None = _listen(self._path)
         self._file = os.lstat(self._path)
-        owner.watch(self._sock.fileno(), self._accept)
+        self._closed = False
+
+    def serve(self, owner: DecoderOwner) -> None:
+        """Answer for `owner` in its turns, until it is closed; call it once."""
+        self._owner = owner
+        if self._sock is not None:
+            owner.watch(self._sock.fileno(), lambda: self._accept(owner))
 
     def close(self) -> None:
-        """End it and remove the file, if it is still this one's. Idempotent.
-
-        Close it before its owner, which watches it.
-        """
-        if self._sock is None:
+        """End it and remove the file, if it is still this one's. Idempotent."""
+        if self._closed:
             return
+        self._closed = True
         self._stop()
         for channel in list(self._open):
             self._hang_up(channel)
@@ -141,11 +145,15 @@ class ControlSocket:
 
     def _stop(self) -> None:
         if self._sock is not None:
-            self._owner.unwatch(self._sock.fileno())
+            self._unwatch(self._sock.fileno())
             self._sock.close()
             self._sock = None
 
-    def _accept(self) -> None:
+    def _unwatch(self, fd: int) -> None:
+        if self._owner is not None and not self._owner.closed:
+            self._owner.unwatch(fd)
+
+    def _accept(self, owner: DecoderOwner) -> None:
         if self._sock is None:
             return
         try:
@@ -160,16 +168,16 @@ class ControlSocket:
             self._hang_up(self._open[0])
         channel: Channel[FromOwner, ToOwner] = Channel(sock, encode, decode_to_owner)
         self._open.append(channel)
-        self._owner.watch(channel.fileno(), lambda: self._serve(channel))
+        owner.watch(channel.fileno(), lambda: self._serve(owner, channel))
 
-    def _serve(self, channel: Channel[FromOwner, ToOwner]) -> None:
+    def _serve(self, owner: DecoderOwner, channel: Channel[FromOwner, ToOwner]) -> None:
         """One message, whose descriptors nobody asked for are closed."""
         try:
             message, descriptors = channel.receive()
             for fd in descriptors:
                 os.close(fd)
             if isinstance(message, Inspect | Reinstate):
-                channel.send(answer(self._owner, message))
+                channel.send(answer(owner, message))
                 return
         except WouldBlock:
             return
@@ -178,7 +186,7 @@ class ControlSocket:
         self._hang_up(channel)
 
     def _hang_up(self, channel: Channel[FromOwner, ToOwner]) -> None:
-        self._owner.unwatch(channel.fileno())
+        self._unwatch(channel.fileno())
         self._open.remove(channel)
         channel.close()
 

@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from headrace.backends.base import Decoder, PrefillEngine
-from headrace.errors import Closed, LocalProtocolError, Refused
-from headrace.ids import AttemptId, RequestId, SourceId, Span
+from headrace.errors import Closed, DeviceError, LocalProtocolError, Refused
+from headrace.ids import AttemptId, Span
 from headrace.plan import Plan
-from headrace.protocol.books import AttemptMessage, Limits
+from headrace.protocol.books import Apart, Limits
 from headrace.protocol.commands import Cause
 from headrace.protocol.handoff import HandoffState
 from headrace.protocol.owner import Owner
-from headrace.runtime.active import Active
+from headrace.protocol.snapshot import Snapshot
+from headrace.runtime.active import Active, reason_of
 from headrace.runtime.checks import check_request, prompt_of
 from headrace.runtime.local import LocalSource
 from headrace.runtime.requests import Request, RequestOptions
@@ -253,6 +254,11 @@ class DecoderOwner(Shell):
         at_rest = slots.get("free", 0) + slots.get("quarantined", 0)
         return not self._active and at_rest == sum(slots.values())
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
     def drain(self, timeout_s: float = 30.0) -> bool:
         """Turn until idle; False if that took longer than `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
@@ -261,6 +267,62 @@ class DecoderOwner(Shell):
                 return False
             self.turn(0.05)
         return True
+
+    # What an operator asks.
+
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """Counts of the machine, the decoder, the restarts and each source.
+
+        Lanes, slots, hand-offs and sources by state; dropped messages by reason, ended requests by
+        cause, retries, and what is quarantined by reason, since the start.
+        """
+        return {
+            **self._machine.statistics(),
+            **self._sources.statistics(),
+            "decoder": dict(self._decoder.statistics()),
+            "requests": {
+                "open": len(self._active),
+                "decoding": len(self._decoding),
+                "imports": len(self._flights),
+                "poison_nbytes": self._poison.nbytes,
+            },
+        }
+
+    def snapshot(self) -> Snapshot:
+        """Everything that is held now, lane by lane and slot by slot."""
+        return self._machine.snapshot()
+
+    def quarantined(self) -> dict[AttemptId, Apart]:
+        """What is out of service, with reason and time, by the attempt that left it behind."""
+        return dict(self._machine.apart)
+
+    def reinstate(self, attempt: AttemptId) -> None:
+        """Put what an attempt left behind in service again: you answer for it that it is quiet.
+
+        That no device still writes there can be known from outside only: it was reset, or its
+        driver says that its queues are empty.
+
+        Raises:
+            Refused: nothing of this attempt is quarantined.
+            DeviceError: the decoder does not free it; nothing changes.
+        """
+        self._check_open()
+        if attempt not in self._machine.apart:
+            raise Refused(f"nothing of attempt {attempt} is quarantined", field="attempt")
+        held = self._apart.get(attempt)
+        if held is not None:
+            try:
+                self._decoder.free(held)
+            except Exception as exc:
+                raise DeviceError(f"{held} was not freed: {reason_of(exc)}") from exc
+            del self._apart[attempt]
+        _log.warning("what attempt %s left behind is in service again", attempt)
+        self._machine.reinstate(attempt, time.monotonic_ns())
+        self._run_commands()
+
+    def check_integrity(self) -> None:
+        """Raise LocalProtocolError unless every lane, slot and token is accounted for."""
+        self._machine.check_integrity()
 
     def close(self) -> None:
         """End all requests, then the sources, then the decoder. Idempotent.
@@ -285,30 +347,6 @@ class DecoderOwner(Shell):
     def _check_open(self) -> None:
         if self._closed:
             raise Closed("this owner was closed")
-
-    def _check_local(self, options: RequestOptions) -> bool:
-        if options.on_failure != "local":
-            return False
-        if not self._sources.has_local:
-            raise Refused(
-                "on_failure is local and this decoder has no prefill engine of its own; use fail "
-                "or retry",
-                field="on_failure",
-            )
-        return True
-
-    def _submit(
-        self, num_tokens: int, now_ns: int, deadline_ns: int | None, options: RequestOptions
-    ) -> RequestId:
-        try:
-            return self._machine.submit(
-                num_tokens, now_ns, deadline_ns, digest=options.digest, policy=options.policy
-            )
-        except Refused as exc:
-            if exc.field == "source" and self._sources.set_aside:
-                why = self._sources.set_aside[-1]
-                raise Refused(f"{exc}: {why}", field=exc.field) from exc
-            raise
 
     # A turn.
 
@@ -352,14 +390,6 @@ class DecoderOwner(Shell):
     def _wait_s(self, timeout_s: float) -> float:
         due_s = self.next_turn_s()
         return timeout_s if due_s is None else min(timeout_s, due_s)
-
-    def _tell(self, source: SourceId, message: AttemptMessage) -> None:
-        active = self._active.get(message.attempt)
-        dropped = self._machine.dropped.total()
-        self._machine.message(source, message, time.monotonic_ns())
-        if active is not None and self._machine.dropped.total() == dropped:
-            active.heard(message)  # only now: what was refused may hold anything
-        self._run_commands()
 
     def _check_when_idle(self) -> None:
         """The books are checked once whenever the owner comes to rest."""

@@ -22,6 +22,7 @@ from headrace.backends.base import Decoder, PrefillEngine
 from headrace.backends.load import check_name, open_decoder, prefill_engine_of
 from headrace.backends.null import decoder_like
 from headrace.channel import Channel
+from headrace.engine.capacity import MORE_MEMORY
 from headrace.errors import (
     BackendUnavailable,
     HeadraceError,
@@ -210,6 +211,8 @@ def main(arguments: list[str] | None = None) -> int:
             _tell(channel, Down(True, travelling_text(str(exc))))
         except HeadraceError as exc:
             _tell(channel, Down(False, travelling_text(f"{type(exc).__name__}: {exc}")))
+        except MemoryError:
+            _tell(channel, Down(False, f"the owner has too little memory. {MORE_MEMORY}"))
         except Exception as exc:
             _log.exception("the owner failed")
             _tell(channel, Down(False, travelling_text(f"{type(exc).__name__}: {exc}")))
@@ -232,6 +235,10 @@ def _serve(channel: RouterChannel, config: OwnerConfig) -> None:
     handle.start()  # it loads while this process loads the decoder
     with ExitStack() as stack:
         stack.callback(handle.close)
+        control = None
+        if config.control is not None:
+            control = ControlSocket(config.control)
+            stack.callback(control.close)
         decoder = _open_decoder(config, handle)
         owner = DecoderOwner(
             decoder,
@@ -243,8 +250,8 @@ def _serve(channel: RouterChannel, config: OwnerConfig) -> None:
         )
         stack.callback(owner.close)
         owner.attach(handle, restart=config.restart)
-        if config.control is not None:
-            stack.callback(ControlSocket(config.control, owner).close)
+        if control is not None:
+            control.serve(owner)
         OwnerProcess(channel, owner, handle).serve(decoder)
 
 

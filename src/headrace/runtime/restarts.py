@@ -30,6 +30,8 @@ from headrace.runtime.worker import SourceHandle
 
 HANG_UP_GRACE_S = 0.2  # from the end of a source's channel to its death, in a process that ends
 
+_UNLUCKY = (HeadraceError, OSError, MemoryError)  # what a start may raise; the owner lives on
+
 _log = logging.getLogger("headrace.owner")
 
 
@@ -194,7 +196,7 @@ class Restarts:
         line.greeted, line.failure = False, ""
         try:
             handle.start()
-        except HeadraceError as exc:
+        except _UNLUCKY as exc:
             handle.close(0.0)
             self._counts["start_failed"] += 1
             self._failed(line, str(exc), now_ns)
@@ -220,8 +222,8 @@ class Restarts:
             self._watch.remove(handle.channel_fd)
             line.phase = _Phase.ENDING
             line.due_ns = time.monotonic_ns() + int(HANG_UP_GRACE_S * 1e9)
-        except HeadraceError as exc:
-            self._end(line, str(exc), time.monotonic_ns())
+        except _UNLUCKY as exc:
+            self._end(line, str(exc) or type(exc).__name__, time.monotonic_ns())
 
     def _is_the_same(self, line: Line, manifest: Manifest) -> bool:
         for field in Manifest.__struct_fields__:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -141,13 +142,26 @@ class OwnerClient:
         """Cancel a request; its `Ended` still comes."""
         self._send(Withdraw(label), [])
 
-    def result(self, label: int, on_token: Callable[[int], bool] | None = None) -> RouteResult:
-        """Wait for a request's end; `on_token` returns True to stop it there."""
+    def result(
+        self,
+        label: int,
+        on_token: Callable[[int], bool] | None = None,
+        *,
+        within_s: float | None = None,
+    ) -> RouteResult:
+        """Wait for a request's end; `on_token` returns True to stop it there.
+
+        `within_s`: for a request that was withdrawn, whose end is up to its owner alone.
+
+        Raises:
+            OwnerFailed: it did not come in time; `close` then ends that owner without grace.
+        """
+        give_up_s = None if within_s is None else time.monotonic() + within_s
         tokens: list[int] = []
         lanes: dict[str, list[Interval]] = {"source": [], "owner": []}
         stopped = False
         while True:
-            message = self._next_of(label)
+            message = self._next_of(label, give_up_s)
             if isinstance(message, Token) and not stopped:
                 tokens.append(message.token)
                 if on_token is not None and on_token(message.token):
@@ -213,11 +227,11 @@ class OwnerClient:
             raise PeerDied("the owner was not started")
         self._channel.send(message, fds)
 
-    def _next_of(self, label: int) -> FromOwner:
+    def _next_of(self, label: int, give_up_s: float | None) -> FromOwner:
         """The next message of a request; what comes of others is kept for whoever asks for them."""
         inbox = self._inbox.setdefault(label, deque())
         while not inbox:
-            self._keep(self._next())
+            self._keep(self._next(give_up_s))
         return inbox.popleft()
 
     def _answer(self, kind: type[_M]) -> _M:
@@ -233,14 +247,18 @@ class OwnerClient:
             self._inbox.setdefault(message.label, deque()).append(message)
             self._num_ended += isinstance(message, Ended)
 
-    def _next(self) -> FromOwner:
+    def _next(self, give_up_s: float | None = None) -> FromOwner:
         if self._channel is None or self._child is None:
             raise PeerDied("the owner was not started")
         while True:
             try:
                 message, _ = self._channel.receive()
             except WouldBlock:
-                self._channel.wait_readable(60.0)
+                left_s = 60.0 if give_up_s is None else give_up_s - time.monotonic()
+                if left_s <= 0:
+                    self._up = False
+                    raise OwnerFailed("the owner stands still: it did not end a request") from None
+                self._channel.wait_readable(min(left_s, 60.0))
                 continue
             except PeerDied as exc:
                 self._child.wait(5.0)

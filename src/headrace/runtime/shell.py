@@ -19,11 +19,11 @@ from functools import partial
 from typing import assert_never
 
 from headrace.backends.base import Decoder, Entry, Fence, Reservation, SlotView
-from headrace.errors import DeviceError, PeerDied, Refused, WouldBlock
+from headrace.errors import PeerDied, Refused, WouldBlock
 from headrace.ids import AttemptId, ImportId, RequestId, SourceId, Span
 from headrace.messages import Cancel, Prefill
 from headrace.plan import Copy
-from headrace.protocol.books import Apart
+from headrace.protocol.books import AttemptMessage
 from headrace.protocol.commands import (
     CheckDigest,
     Command,
@@ -40,12 +40,12 @@ from headrace.protocol.commands import (
     StartPrefill,
 )
 from headrace.protocol.owner import Owner
-from headrace.protocol.snapshot import Snapshot
 from headrace.runtime.active import Active, reason_of
 from headrace.runtime.checks import grant
 from headrace.runtime.decoding import Decoding
 from headrace.runtime.digest import crc32
 from headrace.runtime.poison import PoisonMemory, fill, kv_range, poison_in
+from headrace.runtime.requests import RequestOptions
 from headrace.runtime.sources import Sources
 
 _log = logging.getLogger("headrace.owner")
@@ -95,60 +95,39 @@ class Shell:
         self._failures: list[Callable[[], None]] = []
         self._carrying_out = False
 
-    # What an operator asks.
+    # What the machine is told.
 
-    def statistics(self) -> dict[str, dict[str, int]]:
-        """Counts of the machine, the decoder, the restarts and each source.
+    def _check_local(self, options: RequestOptions) -> bool:
+        if options.on_failure != "local":
+            return False
+        if not self._sources.has_local:
+            raise Refused(
+                "on_failure is local and this decoder has no prefill engine of its own; use fail "
+                "or retry",
+                field="on_failure",
+            )
+        return True
 
-        Lanes, slots, hand-offs and sources by state; dropped messages by reason, ended requests by
-        cause, retries, and what is quarantined by reason, since the start.
-        """
-        return {
-            **self._machine.statistics(),
-            **self._sources.statistics(),
-            "decoder": dict(self._decoder.statistics()),
-            "requests": {
-                "open": len(self._active),
-                "decoding": len(self._decoding),
-                "imports": len(self._flights),
-                "poison_nbytes": self._poison.nbytes,
-            },
-        }
+    def _submit(
+        self, num_tokens: int, now_ns: int, deadline_ns: int | None, options: RequestOptions
+    ) -> RequestId:
+        try:
+            return self._machine.submit(
+                num_tokens, now_ns, deadline_ns, digest=options.digest, policy=options.policy
+            )
+        except Refused as exc:
+            if exc.field == "source" and self._sources.set_aside:
+                why = self._sources.set_aside[-1]
+                raise Refused(f"{exc}: {why}", field=exc.field) from exc
+            raise
 
-    def snapshot(self) -> Snapshot:
-        """Everything that is held now, lane by lane and slot by slot."""
-        return self._machine.snapshot()
-
-    def quarantined(self) -> dict[AttemptId, Apart]:
-        """What is out of service, with reason and time, by the attempt that left it behind."""
-        return dict(self._machine.apart)
-
-    def reinstate(self, attempt: AttemptId) -> None:
-        """Put what an attempt left behind in service again: you answer for it that it is quiet.
-
-        That no device still writes there can be known from outside only: it was reset, or its
-        driver says that its queues are empty.
-
-        Raises:
-            Refused: nothing of this attempt is quarantined.
-            DeviceError: the decoder does not free it; nothing changes.
-        """
-        if attempt not in self._machine.apart:
-            raise Refused(f"nothing of attempt {attempt} is quarantined", field="attempt")
-        held = self._apart.get(attempt)
-        if held is not None:
-            try:
-                self._decoder.free(held)
-            except Exception as exc:
-                raise DeviceError(f"{held} was not freed: {reason_of(exc)}") from exc
-            del self._apart[attempt]
-        _log.warning("what attempt %s left behind is in service again", attempt)
-        self._machine.reinstate(attempt, time.monotonic_ns())
+    def _tell(self, source: SourceId, message: AttemptMessage, fault: str) -> None:
+        active = self._active.get(message.attempt)
+        dropped = self._machine.dropped.total()
+        self._machine.message(source, message, time.monotonic_ns(), fault)
+        if active is not None and self._machine.dropped.total() == dropped:
+            active.heard(message)  # only now: what was refused may hold anything
         self._run_commands()
-
-    def check_integrity(self) -> None:
-        """Raise LocalProtocolError unless every lane, slot and token is accounted for."""
-        self._machine.check_integrity()
 
     # What the machine commands.
 
@@ -244,7 +223,6 @@ class Shell:
 
     def _start_prefill(self, command: StartPrefill) -> None:
         active = self._active[command.attempt]
-        self._sources.granted[command.source] = command
         plan = self._sources.plans[command.source](active.request.num_tokens)
         active.plan = plan
         slot = self._handles[command.source].slot(command.slot)

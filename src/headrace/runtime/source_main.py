@@ -21,6 +21,7 @@ import msgspec
 from headrace.backends.base import PrefillEngine
 from headrace.backends.load import open_source
 from headrace.channel import Channel
+from headrace.engine.capacity import MORE_MEMORY
 from headrace.errors import HeadraceError, PeerDied, Refused, WouldBlock
 from headrace.geometry import agree
 from headrace.memory import Slab
@@ -162,6 +163,8 @@ def main(arguments: list[str] | None = None) -> int:
         except HeadraceError as exc:
             field = exc.field if isinstance(exc, Refused) else type(exc).__name__
             channel.send(Incompatible(travelling_text(field), travelling_text(str(exc))))
+        except MemoryError:
+            channel.send(Incompatible("memory", f"too little memory. {MORE_MEMORY}"))
         except Exception as exc:
             traceback.print_exc()
             channel.send(Incompatible("engine", travelling_text(f"{type(exc).__name__}: {exc}")))

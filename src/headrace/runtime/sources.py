@@ -22,12 +22,10 @@ from headrace.messages import (
     Progress,
     Released,
     SourceFinal,
-    travelling_text,
 )
 from headrace.plan import Plan, compile_plan
 from headrace.process import KILL_WAIT_S
 from headrace.protocol.books import AttemptMessage, PlanFor
-from headrace.protocol.commands import StartPrefill
 from headrace.protocol.owner import Owner
 from headrace.runtime.local import LocalSource
 from headrace.runtime.restarts import HANG_UP_GRACE_S, Line, Restarts
@@ -41,7 +39,7 @@ _log = logging.getLogger("headrace.owner")
 class Sources:
     """All sources of one owner, the local one included.
 
-    handles, plans: by source, while it is in the machine's books. granted: the last grant of each.
+    handles, plans: by source, while it is in the machine's books.
     """
 
     def __init__(
@@ -51,16 +49,17 @@ class Sources:
         context: int,
         local: LocalSource | None,
         watch: Watch,
-        tell: Callable[[SourceId, AttemptMessage], None],
+        tell: Callable[[SourceId, AttemptMessage, str], None],
         carry_out: Callable[[], None],
     ) -> None:
-        """`tell` brings what a source said of an attempt; `carry_out` runs the commands.
+        """`tell` brings what a source said of an attempt, and what is wrong with it, if anything.
+
+        `carry_out` runs the commands.
 
         `local` is closed here, and comes into service with `open_local`.
         """
         self.handles: dict[SourceId, SourceHandle | LocalSource] = {}
         self.plans: dict[SourceId, PlanFor] = {}
-        self.granted: dict[SourceId, StartPrefill] = {}
         self._machine = machine
         self._decoder = decoder
         self._context = context
@@ -161,7 +160,6 @@ class Sources:
                 self._process(source).close(0.0)
                 del self.handles[source]
                 del self.plans[source]
-                self.granted.pop(source, None)
 
     @property
     def local_waits(self) -> bool:
@@ -241,37 +239,20 @@ class Sources:
             self._hung_up(source)
             return False
         except RemoteProtocolError as exc:
-            self._machine.dropped["undecodable"] += 1
-            self._fail_running(source, str(exc))
+            self._machine.undecodable(source, str(exc), time.monotonic_ns())
+            self._carry_out()
             return True
         self._take(source, message)
         return True
 
     def _take(self, source: SourceId, message: FromSource) -> None:
         if isinstance(message, SourceFinal):
-            message = self._checked_final(self.handles[source].manifest, message)
-        if isinstance(message, Computing | Progress | SourceFinal | Failed | Released):
-            self._tell(source, message)
+            fault = _fault_of(self.handles[source].manifest, message)
+            self._tell(source, message, fault)
+        elif isinstance(message, Computing | Progress | Failed | Released):
+            self._tell(source, message, "")
         else:
             self._machine.dropped["unexpected"] += 1
-
-    def _fail_running(self, source: SourceId, reason: str) -> None:
-        """What names no attempt is the running one's fault; the source itself lives on."""
-        granted = self.granted.get(source)
-        if granted is not None:
-            identity = granted.attempt, granted.slot, granted.generation
-            self._tell(source, Failed(*identity, travelling_text(reason)))
-
-    def _checked_final(self, manifest: Manifest, final: SourceFinal) -> SourceFinal | Failed:
-        """The final, or a failure if it is not what the source's manifest promised."""
-        if final.first == manifest.first and final.token < manifest.vocab_size:
-            return final
-        self._machine.dropped["malformed"] += 1
-        reason = (
-            f"a final of {final.first} {final.token}, the source's manifest has {manifest.first} "
-            f"and {manifest.vocab_size} ids"
-        )
-        return Failed(final.attempt, final.slot, final.generation, reason)
 
     # How it goes.
 
@@ -300,3 +281,13 @@ class Sources:
         self._restarts.died(source, handle.exit_text(), time.monotonic_ns())
         self._dead.add(source)
         self._carry_out()
+
+
+def _fault_of(manifest: Manifest, final: SourceFinal) -> str:
+    """What of a final its source's manifest did not promise; empty if nothing."""
+    if final.first == manifest.first and final.token < manifest.vocab_size:
+        return ""
+    return (
+        f"a final of {final.first} {final.token}, the source's manifest has {manifest.first} "
+        f"and {manifest.vocab_size} ids"
+    )

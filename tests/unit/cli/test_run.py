@@ -12,8 +12,10 @@ import pytest
 
 from headrace.cli import run_command
 from headrace.messages import Ended
+from headrace.runtime.config import OwnerConfig
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.router import OwnerFailed, RouteResult
+from headrace.runtime.supervisor import RestartPolicy
 
 RUN = ["run", "--source", "replay", "--decoder", "module:own", "--prompt", "abc"]
 ANSWER = b"one ## two"
@@ -23,10 +25,13 @@ class StandIn:
     """Answers every request with ANSWER's bytes, and goes on for a while after a withdrawal."""
 
     asked: list[RequestOptions]
+    config: OwnerConfig
     failure: Exception | None = None
+    ended: Ended | None = None
 
-    def __init__(self, config: object) -> None:
+    def __init__(self, config: OwnerConfig) -> None:
         StandIn.asked = []
+        StandIn.config = config
 
     def start(self) -> None:
         if self.failure is not None:
@@ -37,6 +42,8 @@ class StandIn:
         return len(self.asked) - 1
 
     def result(self, label: int, on_token: Callable[[int], bool] | None = None) -> RouteResult:
+        if self.ended is not None:
+            return RouteResult([], self.ended)
         told, withdrawn = [], False
         for token in ANSWER[: self.asked[label].max_tokens]:
             told.append(token)
@@ -56,6 +63,7 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     # By import_module: the name `headrace.cli.run` is the command, which hides the module.
     monkeypatch.setattr(import_module("headrace.cli.run"), "OwnerClient", StandIn)
     monkeypatch.setattr(StandIn, "failure", None)
+    monkeypatch.setattr(StandIn, "ended", None)
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -149,3 +157,84 @@ def test_choosing_tokens_without_numpy_says_what_to_do(
     assert run_command(RUN) == 2
     assert "give --max-tokens 0" in capsys.readouterr().err
     assert run_command([*RUN, "--max-tokens", "0"]) == 0
+
+
+def test_what_is_asked_when_a_source_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    report(capsys)
+    asked, config = StandIn.asked[0], StandIn.config
+    assert (asked.on_failure, asked.max_attempts, asked.poison) == ("fail", 3, False)
+    assert asked.deadline_s is None
+    assert (config.restart, config.local, config.control) == (None, False, None)
+    assert (config.progress_timeout_s, config.drain_timeout_s) == (600.0, 120.0)
+    times = ["--deadline", "2.5", "--progress-timeout", "7", "--drain-timeout", "0.5"]
+    given = ["--on-failure", "retry", "--max-attempts", "4", "--poison", "--digest", *times]
+    report(capsys, *given, "--control", "here/control")
+    asked, config = StandIn.asked[0], StandIn.config
+    assert (asked.on_failure, asked.max_attempts) == ("retry", 4)
+    assert (asked.poison, asked.digest, asked.deadline_s) == (True, True, 2.5)
+    assert (config.restart, config.local) == (RestartPolicy(), False)
+    assert (config.progress_timeout_s, config.drain_timeout_s) == (7.0, 0.5)
+    assert config.control == str(Path("here/control").absolute())
+    report(capsys, "--on-failure", "local")
+    assert (StandIn.config.restart, StandIn.config.local) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--on-failure", "hope"], "hope"),
+        (["--max-attempts", "2"], "--max-attempts is for --on-failure retry, and it is fail"),
+        (["--on-failure", "local", "--max-attempts", "2"], "and it is local; leave one out"),
+        (["--on-failure", "retry", "--max-attempts", "0"], "--max-attempts is 0"),
+        (["--on-failure", "retry", "--max-attempts", "17"], "it must be at most 16"),
+        (["--deadline", "0"], "--deadline is 0; it must be above 0"),
+        (["--deadline", "nan"], "--deadline is nan"),
+        (["--deadline", "inf"], "--deadline is inf"),
+        (["--deadline", "soon"], "soon"),
+        (["--progress-timeout", "-1"], "--progress-timeout is -1"),
+        (["--drain-timeout", "1e10"], "--drain-timeout is 1e+10"),
+    ],
+)
+def test_a_wrong_value_gets_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command([*RUN, *arguments]) == 2
+    complaint = capsys.readouterr().err
+    assert sentence in complaint
+    assert complaint.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("cause", "attempts", "sentence"),
+    [
+        ("", (), "the whole route failed: why"),
+        ("stalled", (), "the whole route failed (stalled): why"),
+        (
+            "no-source",
+            ("it died", "it died again"),
+            "the whole route failed (no-source): why; attempt 1: it died; attempt 2: it died again",
+        ),
+    ],
+)
+def test_a_failure_names_its_cause_and_all_attempts(
+    cause: str,
+    attempts: tuple[str, ...],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = Ended(0, "failed", "why", "", None, "", (), cause, attempts)
+    monkeypatch.setattr(StandIn, "ended", ended)
+    assert run_command(RUN) == 1
+    assert capsys.readouterr().err == f"headrace: {sentence}\n"
+
+
+def test_attempts_that_failed_before_it_finished_are_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = Ended(0, "finished", "", "", None, "", (), "", ("[it] died",))
+    monkeypatch.setattr(StandIn, "ended", ended)
+    assert run_command(RUN) == 0
+    assert "attempt 1 failed: [it] died" in capsys.readouterr().err
+    told = report(capsys)
+    assert (told["failed_attempts"], told["cause"]) == (["[it] died"], "")

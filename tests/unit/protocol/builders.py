@@ -256,8 +256,9 @@ class Shell:
         g = self.grants_of(request)[-1]
         self.send(Failed(g.attempt, g.slot, g.generation, reason))
 
-    def released(self, request: RequestId) -> None:
-        g = self.grants_of(request)[-1]
+    def released(self, request: RequestId, at: int = -1) -> None:
+        """The source of the last grant, or of that in order, gives its write token back."""
+        g = self.grants_of(request)[at]
         self.send(Released(g.attempt, g.slot, g.generation))
 
     def prefill(self, request: RequestId, token: int | None = None) -> None:

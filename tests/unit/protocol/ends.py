@@ -192,6 +192,14 @@ class Ends:
             self.owner.message(source, message, self.now_ns)
             self.obey()
 
+    def garble(self, source: SourceId) -> None:
+        """A message of a source is lost, and the owner reads what is none."""
+        if self.sources[source].outbox:
+            if decode_from_source(self.sources[source].outbox[0]).__class__ is not Released:
+                self.sources[source].outbox.popleft()
+            self.owner.undecodable(source, "not a message", self.now_ns)
+            self.obey()
+
     def begin(self, budget_nbytes: int) -> None:
         self.owner.begin_imports(budget_nbytes, self.now_ns)
         self.obey()

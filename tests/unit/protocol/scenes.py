@@ -66,6 +66,11 @@ def trace(shell: Shell) -> object:
     return statistics, owner.snapshot(), len(shell.given), owner.next_deadline_ns()
 
 
+def sources_of(shell: Shell, request: RequestId) -> list[int]:
+    """Where each attempt of a request was granted a slot."""
+    return [grant.source for grant in shell.grants_of(request)]
+
+
 def messages_of(attempt: AttemptId, slot: int, generation: int) -> list[AttemptMessage]:
     """One of each, the write token's return last."""
     return [
@@ -169,3 +174,46 @@ def stamped(**options: Any) -> tuple[Shell, RequestId, CheckDigest]:
     shell.land()
     (check,) = shell.all(CheckDigest)
     return shell, request, check
+
+
+# What a source does wrong to an attempt that was granted and has told nothing.
+
+
+def stall(shell: Shell, request: RequestId) -> None:
+    shell.tick(shell.now_ns + shell.owner.limits.progress_timeout_ns)
+
+
+def die(shell: Shell, request: RequestId) -> None:
+    shell.died(shell.grants_of(request)[-1].source)
+
+
+def send_no_message(shell: Shell, request: RequestId) -> None:
+    shell.undecodable(shell.grants_of(request)[-1].source)
+
+
+def tell_too_much(shell: Shell, request: RequestId) -> None:
+    shell.progress(request, Span(0, 4, 0, 4))
+
+
+def stamp_wrongly(shell: Shell, request: RequestId) -> None:
+    shell.progress(request, digests=(1,))
+    shell.land()
+    shell.checked(shell.all(CheckDigest)[-1], 2)
+
+
+def leave_poison(shell: Shell, request: RequestId) -> None:
+    shell.prefill(request)
+    shell.land()
+    shell.publish_refused(request)
+
+
+FAULTS: dict[str, tuple[Cause, Callable[[Shell, RequestId], None]]] = {
+    "stalled": (Cause.STALLED, stall),
+    "failed": (Cause.SOURCE_FAILED, Shell.failed),
+    "returned without a final": (Cause.SOURCE_FAILED, Shell.released),
+    "died": (Cause.SOURCE_DIED, die),
+    "malformed": (Cause.MALFORMED, tell_too_much),
+    "undecodable": (Cause.MALFORMED, send_no_message),
+    "a wrong digest": (Cause.CORRUPT, stamp_wrongly),
+    "poison": (Cause.CORRUPT, leave_poison),
+}

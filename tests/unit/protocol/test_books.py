@@ -10,9 +10,10 @@ import pytest
 from headrace.errors import LocalProtocolError
 from headrace.ids import AttemptId, ImportId, RequestId, SlotIndex, SourceId
 from headrace.messages import Released
-from headrace.protocol.books import Books, Limits
+from headrace.protocol.books import Apart, Books, Limits
 from headrace.protocol.handoff import Handoff, HandoffState
 from tests.unit.protocol.builders import CONTEXT, EPOCH, Shell, attempt_id
+from tests.unit.protocol.scenes import LOCALLY, TWICE
 
 HERE, ELSEWHERE = SourceId(0), SourceId(9)
 
@@ -39,12 +40,18 @@ def test_new_books_hold_nothing_and_add_up() -> None:
             ["free", "leased", "ready", "reading", "draining", "quarantined"], 0
         ),
         "handoffs": {},
+        "sources": {"in_service": 0, "gone": 0, "expected": 0},
         "dropped": {},
+        "ended": {},
+        "retries": {"count": 0},
+        "quarantined": {},
     }
     assert (books.has_pieces, books.num_in_flight) == (False, 0)
     assert not books.is_in_flight(ImportId(0))
     assert books.limits.drain_timeout_ns == 120 * 10**9
-    assert (books.no_slot_left, books.no_lane_left) == (True, False)
+    assert (books.no_slot_left, books.no_local_left, books.no_lane_left) == (True, True, False)
+    assert dict(books.apart) == {}
+    assert books.attempt_of(RequestId(EPOCH, 0)) is None
 
 
 def test_statistics_count_every_lane_slot_and_hand_off() -> None:
@@ -57,6 +64,87 @@ def test_statistics_count_every_lane_slot_and_hand_off() -> None:
     assert {k: v for k, v in statistics["slots"].items() if v} == {"leased": 2, "free": 1}
     assert statistics["handoffs"] == {"streaming": 2, "waiting": 2}
     assert statistics["dropped"] == {"stale": 1}
+
+
+def test_statistics_count_what_ended_by_its_cause_or_as_published() -> None:
+    shell = Shell(lanes=3, slots=(1, 1))
+    requests = [shell.submit(policy=TWICE) for _ in range(3)]
+    shell.serve(requests[0])
+    shell.cancel(requests[2])
+    shell.released(requests[2])
+    for _ in range(2):
+        shell.failed(requests[1])
+        shell.released(requests[1])
+    assert shell.owner.statistics()["ended"] == {
+        "published": 1,
+        "cancelled": 1,
+        "source-failed": 1,
+    }
+    assert shell.owner.statistics()["retries"] == {"count": 1}
+
+
+def test_statistics_count_what_is_set_apart_by_its_reason() -> None:
+    shell = Shell(lanes=3, slots=(3,))
+    requests = [shell.submit() for _ in range(3)]
+    for request in requests:
+        shell.serve(request)
+    for request, reason in zip(requests, ["bus error", "", "bus error"], strict=True):
+        shell.retire(request, reason)
+    assert shell.owner.statistics()["quarantined"] == {"bus error": 2}
+    shell.lane_lost(requests[1], "not freed")
+    assert shell.owner.statistics()["quarantined"] == {"bus error": 2, "not freed": 1}
+    for request in (requests[0], requests[1]):
+        shell.reinstate(request)
+    assert shell.owner.statistics()["quarantined"] == {"bus error": 1}
+    assert {attempt.counter: apart.reason for attempt, apart in shell.owner.apart.items()} == {
+        2: "bus error"
+    }
+
+
+def test_statistics_count_sources() -> None:
+    shell = Shell(slots=(1, 1))
+    shell.owner.expect_source()
+    shell.died(0)
+    assert shell.owner.statistics()["sources"] == {"in_service": 1, "gone": 1, "expected": 1}
+
+
+def test_a_snapshot_has_a_line_for_all_that_is_held() -> None:
+    """The lines in every state are in test_snapshot.py."""
+    shell = Shell(lanes=3, slots=(2,))
+    published, drains, waits = shell.submit(), shell.submit(), shell.submit()
+    shell.serve(published)
+    shell.progress(drains)
+    shell.begin()
+    shell.cancel(drains)
+    snapshot = shell.owner.snapshot()
+    assert [(line.attempt.request, line.state) for line in snapshot.lanes] == [
+        (published, "published"),
+        (drains, "draining"),
+        (waits, "reserved"),
+    ]
+    assert [(line.state, line.tokens) for line in snapshot.slots] == [
+        ("free", ()),
+        ("draining", ("write", "read 1")),
+    ]
+    assert [attempt.request for attempt in snapshot.waiting] == [waits]
+    shell.import_failed(ImportId(1), "bus error")
+    assert [(line.state, line.reason) for line in shell.owner.snapshot().lanes] == [
+        ("published", ""),
+        ("reserved", ""),
+        ("quarantined", "bus error"),
+    ]
+
+
+def test_a_lane_that_was_lost_while_it_was_promised_has_one_line() -> None:
+    shell = Shell()
+    first = shell.submit()
+    shell.serve(first)
+    second = shell.submit()
+    shell.retire(first)
+    shell.lane_lost(first)
+    shell.device_failed(second)
+    assert [line.attempt.request for line in shell.owner.snapshot().lanes] == [first]
+    assert shell.owner.statistics()["quarantined"] == {"not freed": 1, "device": 1}
 
 
 def test_what_is_queued_and_what_is_in_flight() -> None:
@@ -75,9 +163,11 @@ def test_what_is_queued_and_what_is_in_flight() -> None:
 def test_a_request_that_is_over_or_was_never_there_is_ended() -> None:
     shell, request = importing()
     assert shell.owner.state_of(request) is HandoffState.STREAMING
+    assert shell.owner.attempt_of(request) == AttemptId(*request, 1)
     shell.cancel(request)
     shell.done(ImportId(0))
     assert shell.owner.state_of(request) is HandoffState.ENDED
+    assert shell.owner.attempt_of(request) is None
     assert shell.owner.state_of(RequestId(EPOCH, 99)) is HandoffState.ENDED
 
 
@@ -114,6 +204,34 @@ def test_a_slot_is_left_while_a_source_that_goes_on_has_one_that_is_not_set_apar
     assert shell.owner.no_slot_left is not one_left
 
 
+def test_a_slot_is_left_while_a_source_is_expected() -> None:
+    shell = Shell(slots=(1,))
+    shell.owner.expect_source()
+    shell.died()
+    assert not shell.owner.no_slot_left
+    shell.not_coming()
+    assert shell.owner.no_slot_left
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_source_is_no_engine_of_the_owners_and_that_is_no_source(local: bool) -> None:
+    shell = Shell(slots=())
+    shell.add_source(1, 1, local=local)
+    assert (shell.owner.no_slot_left, shell.owner.no_local_left) == (local, not local)
+
+
+def test_the_owners_own_engine_is_lost_with_its_slot_until_that_comes_back() -> None:
+    shell = Shell(slots=())
+    shell.add_source(1, 1, local=True)
+    request = shell.submit(policy=LOCALLY)
+    shell.cancel(request)
+    assert not shell.owner.no_local_left
+    shell.tick(50)
+    assert shell.owner.no_local_left
+    shell.released(request)
+    assert not shell.owner.no_local_left
+
+
 @pytest.mark.parametrize("num_lanes", [1, 2])
 def test_a_lane_is_left_until_all_are_quarantined(num_lanes: int) -> None:
     shell = Shell(lanes=num_lanes)
@@ -131,6 +249,15 @@ def test_a_lane_is_left_until_all_are_quarantined(num_lanes: int) -> None:
 
 def one_lane_too_many(shell: Shell, request: RequestId) -> None:
     shell.owner._admission.lanes_free += 1
+
+
+def a_lane_of_nobody_set_apart(shell: Shell, request: RequestId) -> None:
+    shell.owner._lanes_quarantined += 1
+    shell.owner._admission.lanes_free -= 1
+
+
+def something_set_apart_without_its_lane(shell: Shell, request: RequestId) -> None:
+    shell.owner._apart[attempt_id(5)] = Apart("bus error", 0)
 
 
 def a_free_slot_with_a_holder(shell: Shell, request: RequestId) -> None:
@@ -159,6 +286,8 @@ def an_import_of_nobody(shell: Shell, request: RequestId) -> None:
     ("spoil", "text"),
     [
         (one_lane_too_many, "lanes .* are not 1 in all"),
+        (a_lane_of_nobody_set_apart, "'quarantined': 1, .*, and apart are {}"),
+        (something_set_apart_without_its_lane, "'quarantined': 0, .*reason='bus error'"),
         (a_free_slot_with_a_holder, "slot 1 of 0"),
         (a_free_slot_with_a_writer, "slot 1 of 0"),
         (a_leased_slot_that_nobody_holds, "slot 0 of 0"),
@@ -201,6 +330,34 @@ def test_a_hand_off_is_live_at_its_own_source_until_it_is_decided() -> None:
         assert owner._live(HERE, other) is None
     shell.cancel(request)
     assert owner._live(HERE, attempt) is None
+
+
+def test_what_was_given_up_is_not_live_and_its_next_attempt_is_not_live_there() -> None:
+    shell = Shell(slots=(1, 1))
+    request = shell.submit(policy=TWICE)
+    first = shell.attempt_of(request)
+    shell.progress(request)
+    shell.begin()
+    shell.failed(request)
+    assert shell.owner._live(HERE, first) is None
+    shell.done(ImportId(0))
+    assert shell.owner._live(HERE, first) is None
+    assert shell.owner._live(HERE, first.next) is None
+    assert shell.owner._live(SourceId(1), first.next) is handoff_of(shell, request)
+
+
+def test_a_source_speaks_until_it_gives_its_write_token_back() -> None:
+    shell = Shell()
+    request = shell.submit()
+    attempt = shell.attempt_of(request)
+    shell.progress(request)
+    shell.final(request)
+    assert shell.owner._speaking(HERE, attempt) is handoff_of(shell, request)
+    assert shell.owner._speaking(ELSEWHERE, attempt) is None
+    assert shell.owner._speaking(HERE, None) is None
+    shell.released(request)
+    assert shell.owner._speaking(HERE, attempt) is None
+    assert shell.owner._live(HERE, attempt) is handoff_of(shell, request)
 
 
 def test_a_lease_is_slot_generation_and_holder() -> None:

@@ -10,7 +10,15 @@ import pytest
 
 from headrace.ids import AttemptId
 from headrace.protocol import commands
-from headrace.protocol.commands import Command, Free, Outcome, Reserve
+from headrace.protocol.commands import (
+    OF_THE_SOURCE,
+    Cause,
+    Command,
+    Free,
+    Outcome,
+    Report,
+    Reserve,
+)
 
 CLASSES = {c for _, c in inspect.getmembers(commands, dataclasses.is_dataclass)}
 
@@ -34,3 +42,24 @@ def test_equal_facts_are_equal_commands() -> None:
 
 def test_a_hand_off_ends_in_one_of_three_ways() -> None:
     assert [outcome.value for outcome in Outcome] == ["published", "failed", "cancelled"]
+
+
+def test_the_words_for_how_it_ended_are_all_different() -> None:
+    words = [cause.value for cause in Cause] + [Outcome.PUBLISHED.value]
+    assert len(set(words)) == len(words) == 11
+    assert all(word.replace("-", "").islower() for word in words)
+
+
+def test_another_attempt_can_mend_what_the_source_did_and_nothing_else() -> None:
+    assert set(Cause) - OF_THE_SOURCE == {
+        Cause.CANCELLED,
+        Cause.DEADLINE,
+        Cause.DEVICE,
+        Cause.NO_STORAGE,
+        Cause.NO_SOURCE,
+    }
+
+
+def test_only_what_was_published_has_no_cause() -> None:
+    request = AttemptId(1, 2, 3).request
+    assert Report(request, Outcome.PUBLISHED, None, "").cause is None

@@ -98,6 +98,19 @@ def draining() -> Handoff:
     return handoff
 
 
+def given_up() -> Handoff:
+    """As `draining`, and another attempt is to follow."""
+    handoff = streaming_busy()
+    handoff.end(None, "the engine failed")
+    return handoff
+
+
+def given_up_quiet() -> Handoff:
+    handoff = reserved()
+    handoff.end(None, "the engine failed")
+    return handoff
+
+
 def ended() -> Handoff:
     handoff = waiting()
     handoff.end(Outcome.FAILED)
@@ -114,6 +127,8 @@ MADE: dict[str, Callable[[], Handoff]] = {
     "sealed, landed": sealed_landed,
     "published": published,
     "draining": draining,
+    "given up": given_up,
+    "given up, quiet": given_up_quiet,
     "ended": ended,
 }
 EVENTS: dict[str, Callable[[Handoff], object]] = {
@@ -127,6 +142,8 @@ EVENTS: dict[str, Callable[[Handoff], object]] = {
     "end import": lambda h: h.end_import(ImportId(0)),
     "publish": lambda h: h.publish(),
     "end": lambda h: h.end(Outcome.FAILED),
+    "give up": lambda h: h.end(None),
+    "decide": lambda h: h.decide(Outcome.FAILED),
 }
 LEGAL: dict[str, dict[str, HandoffState]] = {
     "waiting": {"reserve": S.RESERVED, "lease": S.PARKED, "end": S.ENDED},
@@ -160,8 +177,12 @@ LEGAL: dict[str, dict[str, HandoffState]] = {
     "sealed, landed": {"check": S.SEALED, "publish": S.PUBLISHED, "end": S.ENDED},
     "published": {"end": S.ENDED},
     "draining": {"end import": S.ENDED},
+    "given up": {"end import": S.ENDED, "decide": S.DRAINING},
+    "given up, quiet": {"decide": S.ENDED},
     "ended": {},
 }
+for row in LEGAL.values():
+    row |= {"give up": row["end"]} if "end" in row else {}
 
 
 @pytest.mark.parametrize("made", MADE)
@@ -452,7 +473,11 @@ def test_a_parked_hand_off_goes_on_live_once_it_has_storage() -> None:
 # Ends.
 
 
-@pytest.mark.parametrize("made", sorted(set(MADE) - {"draining", "ended"}))
+OVER = {"draining", "given up", "given up, quiet", "ended"}
+UNDER_WAY = sorted(set(MADE) - OVER)
+
+
+@pytest.mark.parametrize("made", UNDER_WAY)
 def test_the_terminal_is_decided_once(made: str) -> None:
     handoff = MADE[made]()
     decided_before = handoff.outcome
@@ -460,6 +485,46 @@ def test_the_terminal_is_decided_once(made: str) -> None:
     assert handoff.outcome is (decided_before or Outcome.CANCELLED)
     with pytest.raises(LocalProtocolError):
         handoff.end(Outcome.FAILED)
+
+
+@pytest.mark.parametrize("made", UNDER_WAY)
+def test_what_is_given_up_has_a_reason_and_no_terminal(made: str) -> None:
+    handoff = MADE[made]()
+    published = made == "published"
+    assert not handoff.given_up
+    assert not handoff.end(None, "the engine failed")
+    assert handoff.given_up is not published
+    assert handoff.outcome is (Outcome.PUBLISHED if published else None)
+    assert handoff.reason == ("" if published else "the engine failed")
+    assert (handoff.live, handoff.has_pieces) == (False, False)
+
+
+@pytest.mark.parametrize("make", [given_up, given_up_quiet])
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED])
+def test_what_was_given_up_is_decided_once(make: Callable[[], Handoff], outcome: Outcome) -> None:
+    handoff = make()
+    handoff.decide(outcome)
+    assert (handoff.outcome, handoff.given_up) == (outcome, False)
+    with pytest.raises(LocalProtocolError, match="is decided"):
+        handoff.decide(Outcome.FAILED)
+    assert handoff.outcome is outcome
+
+
+def test_what_was_given_up_is_given_up_until_it_is_quiet_and_after() -> None:
+    handoff = given_up()
+    handoff.end_import(ImportId(0))
+    assert (handoff.state, handoff.given_up) == (S.ENDED, True)
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_a_source_tells_only_of_what_is_neither_published_nor_over(made: str) -> None:
+    assert MADE[made]().live == (made not in OVER | {"published"})
+
+
+def test_an_attempt_knows_where_it_may_go() -> None:
+    assert (waiting().local, waiting().avoid) == (False, None)
+    handoff = Handoff(A, N, local=True, avoid=SourceId(3))
+    assert (handoff.local, handoff.avoid) == (True, 3)
 
 
 def test_an_ended_hand_off_begins_nothing_that_was_queued() -> None:

@@ -180,6 +180,21 @@ def test_the_lowest_free_slot_is_leased_and_none_when_all_are_out() -> None:
     assert table.lease(B) == Lease(SlotIndex(0), table[SlotIndex(0)].generation, B)
 
 
+def test_the_tokens_that_are_out_are_named() -> None:
+    slot = Slot(SlotIndex(0))
+    assert list(slot.tokens_out()) == []
+    slot.lease(A)
+    for token in (12, 3):
+        slot.begin_read(ImportId(token))
+    assert list(slot.tokens_out()) == ["write", "read 3", "read 12"]
+    slot.writer_back()
+    slot.end(0)
+    slot.end_read(ImportId(3))
+    assert list(slot.tokens_out()) == ["read 12"]
+    slot.end_read(ImportId(12))
+    assert list(slot.tokens_out()) == []
+
+
 def test_every_slot_is_counted_in_exactly_one_state() -> None:
     table = SlotTable(6)
     for index, make in enumerate(MADE.values()):

@@ -40,13 +40,13 @@ from tests.unit.protocol.builders import (
     HYBRID,
     ROW_NBYTES,
     WINDOW,
-    Ends,
     attempt_id,
     cells_of,
     grant,
     make_plan,
     trace_of,
 )
+from tests.unit.protocol.ends import Ends
 
 FromAttempt: TypeAlias = Computing | Progress | SourceFinal | Failed | Released
 

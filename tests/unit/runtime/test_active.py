@@ -6,13 +6,14 @@ import time
 
 import pytest
 
-from headrace.backends.base import Entry
+from headrace.backends.base import Entry, Reservation
 from headrace.backends.null import decoder_like
 from headrace.backends.replay import open as open_replay
 from headrace.ids import AttemptId, RequestId
-from headrace.messages import SourceFinal
+from headrace.messages import Progress, SourceFinal
 from headrace.plan import compile_plan
-from headrace.runtime.active import Active
+from headrace.protocol.commands import Cause
+from headrace.runtime.active import Active, reason_of
 from headrace.runtime.requests import Request, RequestOptions
 
 FINAL, PUBLISHED = 1000, 2000
@@ -53,3 +54,39 @@ def test_a_step_in_the_way_counts_where_it_overlaps(
     steps: list[tuple[int, int]], ns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert in_the_way(*steps, monkeypatch=monkeypatch) == ns
+
+
+def test_a_retry_begins_anew_and_keeps_what_is_held() -> None:
+    attempt = AttemptId(1, 2, 1)
+    request = Request(RequestId(1, 2), 4, RequestOptions(trace=True))
+    active = Active(attempt, request, [1, 2, 3, 4])
+    manifest = open_replay({"layers": 1}).manifest()
+    plan = active.plan = compile_plan(decoder_like(manifest), manifest.layouts[0], 4, 4)
+    active.held = Reservation(0, 4, 7)
+    active.callback_error = "boom"
+    active.imported(plan.whole(), 1, 2, 100)
+    active.heard(Progress(attempt, 0, 0, (plan.whole(),), (), 1, 2))
+    active.retry("the card overheated")
+    assert active.attempt == AttemptId(1, 2, 2)
+    assert request.attempts == ["the card overheated"]
+    assert (request.source_intervals, request.owner_intervals) == ([], [])
+    assert [active.plan, active.callback_error, active.poisoned] == [None, "", None]
+    assert active.reservation == Reservation(0, 4, 7)
+    assert bytes(active.prompt_bytes()[:4]) == b"\1\0\0\0"
+    active.plan = plan
+    active.heard(SourceFinal(active.attempt, 0, 0, "logits", 0, 0, 10))
+    active.published(Entry(0, 4, 7))
+    active.end("finished", "", None)
+    assert request.measured is not None
+    assert (request.measured.imports, request.measured.groups) == (0, 0)
+
+
+def test_its_end_names_the_cause() -> None:
+    request = Request(RequestId(1, 2), 1, RequestOptions())
+    Active(AttemptId(1, 2, 1), request, [1]).end("failed", "why", Cause.STALLED)
+    assert (request.outcome, request.reason, request.cause) == ("failed", "why", "stalled")
+
+
+def test_what_an_exception_says() -> None:
+    assert reason_of(ValueError("why")) == "why"
+    assert reason_of(ZeroDivisionError()) == "ZeroDivisionError"

@@ -18,6 +18,7 @@ from headrace.errors import Closed, PeerDied, Refused
 from headrace.ids import Span
 from headrace.runtime.prefill_worker import PrefillFailed, PrefillResult, SubprocessPrefillWorker
 from headrace.runtime.requests import RequestOptions
+from headrace.runtime.supervisor import RestartPolicy
 from tests.faults.lab import GATED, GEOMETRY, LAYERS, Gate, expected_cells, prompt
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -334,3 +335,50 @@ def test_a_worker_that_cannot_start(
     with pytest.raises(Closed):
         worker.prefill([1])
     worker.close()
+
+
+def test_what_a_worker_counts(gated: Gated) -> None:
+    first = gated.prefill(1)
+    gated.gate.allow(1)
+    gated.until_told(1)
+    assert gated.worker.statistics()["running"] == 1
+    cancelled = gated.prefill(2)
+    while gated.worker.statistics()["waiting"]:  # until the thread has taken it up
+        pass
+    cancelled.cancel()
+    gated.gate.open()
+    assert_exact(first.result(WITHIN_S), 1)
+    wait_for([cancelled], WITHIN_S)
+    gated.worker.close()
+    counts = gated.worker.statistics()
+    assert counts == {
+        "prefills": 2,
+        "finished": 1,
+        "failed": 0,
+        "cancelled": 1,
+        "running": 0,
+        "waiting": 0,
+        "serving": 0,
+    }
+
+
+def test_a_source_that_dies_is_started_again(tmp_path: Path) -> None:
+    """Where a policy says so; a prefill may then be tried again, as any request."""
+    gate = Gate(tmp_path / "gate")
+    options = {**GEOMETRY, "gate": str(gate.path)}
+    policy = RestartPolicy(first_delay_s=0.01)
+    with SubprocessPrefillWorker(GATED, options, context=CONTEXT, restart=policy) as worker:
+        retried = worker.prefill(prompt(1), RequestOptions(on_failure="retry"))
+        failed = worker.prefill(prompt(2))
+        os.kill(worker._handle.pid, signal.SIGKILL)
+        gate.open()
+        assert_exact(retried.result(WITHIN_S), 1)
+        assert_exact(failed.result(WITHIN_S), 2)  # it was waiting, and is served by the next
+
+
+def test_a_failure_has_a_cause(gated: Gated) -> None:
+    future = gated.prefill(1)
+    os.kill(gated.worker._handle.pid, signal.SIGKILL)
+    with pytest.raises(PrefillFailed, match="signal 9") as caught:
+        future.result(WITHIN_S)
+    assert caught.value.cause == "source-died"

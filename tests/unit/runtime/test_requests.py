@@ -12,7 +12,8 @@ from headrace.backends.replay import open as open_replay
 from headrace.errors import Refused
 from headrace.geometry import MAX_POSITIONS, Manifest
 from headrace.ids import RequestId
-from headrace.messages import Route, Sampling
+from headrace.messages import MAX_ATTEMPTS, Route, Sampling
+from headrace.protocol.admission import FailurePolicy
 from headrace.runtime.requests import Request, RequestOptions
 
 
@@ -50,6 +51,10 @@ def test_what_makes_sense_passes(options: dict[str, Any]) -> None:
         ({"max_tokens": -1}, "max_tokens", "max_tokens is -1"),
         ({"deadline_s": float("nan")}, "deadline_s", "deadline_s is nan"),
         ({"deadline_s": 1e300}, "deadline_s", "deadline_s is 1e"),
+        ({"on_failure": "hope"}, "on_failure", "'hope' is not one of fail, retry, local"),
+        ({"max_attempts": 0}, "max_attempts", "max_attempts is 0; it is a count from 1 to 16"),
+        ({"max_attempts": MAX_ATTEMPTS + 1}, "max_attempts", "max_attempts is 17"),
+        ({"max_attempts": None}, "max_attempts", "max_attempts is None"),
     ],
 )
 def test_what_makes_none_is_refused_by_name(options: dict[str, Any], field: str, text: str) -> None:
@@ -116,3 +121,19 @@ def test_a_request_is_done_once_it_has_an_outcome() -> None:
     assert not request.done
     request.outcome = "failed"
     assert request.done
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        ({}, FailurePolicy(1, local=False)),
+        ({"max_attempts": 9}, FailurePolicy(1, local=False)),
+        ({"on_failure": "retry"}, FailurePolicy(3, local=False)),
+        ({"on_failure": "retry", "max_attempts": 9}, FailurePolicy(9, local=False)),
+        ({"on_failure": "local", "max_attempts": 9}, FailurePolicy(1, local=True)),
+    ],
+)
+def test_what_the_machine_is_told_of_failures(
+    options: dict[str, Any], policy: FailurePolicy
+) -> None:
+    assert RequestOptions(**options).policy == policy

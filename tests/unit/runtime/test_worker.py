@@ -268,3 +268,38 @@ def test_a_source_refuses_a_slot_that_is_not_there(slot: int) -> None:
         assert isinstance(message, Incompatible)
         assert message.reason == f"slot {slot} of 2"
         assert handle.wait(10.0)
+
+
+def test_what_a_handle_counts() -> None:
+    handle = SourceHandle("replay", GEOMETRY)
+    assert handle.statistics() == {"alive": 0, "slots": 2, "slab_nbytes": 0}
+    handle.start()
+    handle.attach(decoder_like(handle.manifest), CONTEXT, epoch=7)
+    counts = handle.statistics()
+    assert (counts["alive"], counts["slab_nbytes"]) == (1, 2 * handle.slot_nbytes)
+    assert (counts["sent"], counts["received"]) == (1, 2)  # hello; ready, attached
+    handle.close()
+    assert handle.statistics()["alive"] == 0
+
+
+def test_the_handshake_in_pieces() -> None:
+    """As an owner takes it that must not wait; the one that takes its place is the same."""
+    with started() as first:
+        first.attach(decoder_like(first.manifest), CONTEXT, epoch=7)
+        second = first.respawn()
+        assert second is not first
+        second.start()
+        try:
+            assert second._channel is not None
+            manifest = second.take_manifest()
+            while manifest is None:
+                second._channel.wait_readable(20.0)
+                manifest = second.take_manifest()
+            assert manifest == first.manifest
+            second.greet(decoder_like(manifest), CONTEXT, 7)
+            while not second.take_attached():
+                second._channel.wait_readable(20.0)
+            assert second.layout == first.layout
+            assert second.num_slots == first.num_slots
+        finally:
+            second.close()

@@ -1,0 +1,476 @@
+"""The owner prefills by itself: as exact as a source, and it hears all that happens meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.backends.base import PrefillSink
+from headrace.backends.null import NullDecoder, decoder_like
+from headrace.backends.replay import ReplayEngine
+from headrace.backends.replay import open as open_replay
+from headrace.errors import Cancelled, LocalProtocolError, PeerDied, Refused
+from headrace.geometry import Manifest
+from headrace.ids import Span
+from headrace.runtime.owner import DecoderOwner
+from headrace.runtime.requests import Request, RequestOptions
+from tests.faults.failing_engines import faulty
+from tests.faults.lab import CONTEXT, GEOMETRY, LAYERS, WITHIN_S, Lab, expected_cells, prompt
+
+FAILING = "tests.faults.failing_engines:open_failing"
+
+
+class LocalEngine:
+    """The replay engine in this process; `at_layer` is called before each layer's check."""
+
+    def __init__(self, **changes: Any) -> None:
+        self._engine: ReplayEngine = open_replay({**GEOMETRY, **changes})
+        self.at_layer: Callable[[int], object] = lambda layer: None
+        self.num_layers = 0
+        self.runs = 0
+        self.closed = 0
+        self.sink: PrefillSink | None = None
+
+    def manifest(self) -> Manifest:
+        return self._engine.manifest()
+
+    def prefill_stream(self, tokens: Sequence[int], sink: PrefillSink, start: int = 0) -> None:
+        self.runs += 1
+        self.num_layers = 0
+        self.sink = sink
+        self.compute(tokens, Counting(self, sink), start)
+
+    def compute(self, tokens: Sequence[int], sink: PrefillSink, start: int) -> None:
+        self._engine.prefill_stream(tokens, sink, start)
+
+    def check_until(self, condition: Callable[[], bool]) -> None:
+        """Compute a layer for as long as it takes."""
+        deadline_s = time.monotonic() + WITHIN_S
+        assert self.sink is not None
+        while not condition():
+            assert time.monotonic() < deadline_s
+            self.sink.check()
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Counting:
+    """The sink of a local engine; implements `PrefillSink`."""
+
+    def __init__(self, engine: LocalEngine, sink: PrefillSink) -> None:
+        self.plan = sink.plan
+        self.options = sink.options
+        self._engine = engine
+        self._sink = sink
+
+    def check(self) -> None:
+        self._engine.at_layer(self._engine.num_layers)
+        self._engine.num_layers += 1
+        self._sink.check()
+
+    def write(self, *spans: Span) -> Any:
+        return self._sink.write(*spans)
+
+    def final(self, logits: Any, *, token: int | None = None, ready_ns: int | None = None) -> None:
+        self._sink.final(logits, token=token, ready_ns=ready_ns)
+
+
+@contextmanager
+def lab(directory: Path, **changes: Any) -> Iterator[tuple[Lab, LocalEngine]]:
+    engine = LocalEngine()
+    facts: dict[str, Any] = {"lanes": 3, "slots": 2} | changes
+    with Lab(directory, local=engine, **facts) as made:
+        yield made, engine
+    assert engine.closed == 1
+
+
+@contextmanager
+def alone(engine: LocalEngine, **limits: Any) -> Iterator[DecoderOwner]:
+    """An owner without any source."""
+    decoder = NullDecoder(decoder_like(engine.manifest()), context=CONTEXT, lanes=2)
+    owner = DecoderOwner(decoder, context=CONTEXT, local=engine, **limits)
+    try:
+        yield owner
+        assert owner.drain()
+        owner.check_integrity()
+    finally:
+        owner.close()
+    assert engine.closed == 1
+
+
+def ask(**changes: Any) -> RequestOptions:
+    """Streamed, local, publish only, unless `changes` say otherwise."""
+    asked: dict[str, Any] = {"route": "streamed", "on_failure": "local", "max_tokens": 0}
+    return RequestOptions(**asked | changes)
+
+
+@contextmanager
+def pipe(owner: DecoderOwner, act: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Something that comes to the owner through a descriptor, as a router's message does."""
+    reader, writer = os.pipe()
+
+    def read_and_act() -> None:
+        os.read(reader, 1)
+        act()
+
+    owner.watch(reader, read_and_act)
+    yield lambda: _write(writer)
+    owner.unwatch(reader)
+    os.close(reader)
+    os.close(writer)
+
+
+def _write(fd: int) -> None:
+    os.write(fd, b"x")
+
+
+def serve(made: Lab, tokens: list[int], **options: Any) -> Request:
+    """A request that the owner's own engine serves in the end, exactly."""
+    request = made.submit(tokens, on_failure="local", hold=True, **options)
+    made.until_done(request)
+    assert (request.outcome, request.reason) == ("finished", "")
+    made.assert_exact(request, tokens)
+    made.owner.release(request)
+    return request
+
+
+# Who it serves.
+
+
+@pytest.mark.parametrize("route", ["whole", "chunked", "streamed"])
+def test_a_failed_source_is_followed_by_the_owner(tmp_path: Path, route: str) -> None:
+    options = {**GEOMETRY, "faults": ["raises"]}
+    with lab(tmp_path, engine=FAILING, options=options) as (made, engine):
+        chunk = 7 if route == "chunked" else 0
+        request = serve(made, faulty(1), route=route, chunk=chunk)
+        assert request.attempts == ["ValueError: layer 2 went up in smoke"]
+        assert engine.runs == 1
+        made.settle()
+        made.serve_exact(2)
+        assert engine.runs == 1  # who needs no help gets none
+
+
+@pytest.mark.parametrize("spans", [0, 2, LAYERS])
+def test_a_killed_source_is_followed_by_the_owner(tmp_path: Path, spans: int) -> None:
+    """Whatever it had filled of the storage by then; who asked for no help is refused."""
+    with lab(tmp_path, lanes=2) as (made, engine):
+        request = made.submit(prompt(1), on_failure="local", hold=True)
+        made.gate.allow(spans)
+        if spans:
+            made.until_told(request, spans)
+        os.kill(made.handle.pid, signal.SIGKILL)
+        made.until_done(request)
+        assert engine.runs == 1
+        assert "signal 9" in request.attempts[0]
+        made.assert_exact(request, prompt(1))
+        made.owner.release(request)
+        made.settle()
+        with pytest.raises(Refused, match="no prefill source is left"):
+            made.submit(prompt(3))
+        assert serve(made, prompt(4)).attempts == []  # at once: there is nobody else
+        made.settle()
+
+
+def test_who_waits_is_served_by_the_owner_when_no_source_is_left(tmp_path: Path) -> None:
+    with lab(tmp_path, lanes=1, slots=1) as (made, engine):
+        requests = [made.submit(prompt(seed), on_failure="local", hold=True) for seed in (1, 2, 3)]
+        os.kill(made.handle.pid, signal.SIGKILL)
+        for seed, request in zip((1, 2, 3), requests, strict=True):
+            made.until_done(request)
+            made.assert_exact(request, prompt(seed))
+            made.owner.release(request)
+        assert engine.runs == 3
+        made.settle()
+
+
+def test_it_needs_no_source() -> None:
+    with alone(LocalEngine()) as owner:
+        tokens = prompt(1)
+        with pytest.raises(Refused, match="no prefill source"):
+            owner.submit(tokens, RequestOptions(max_tokens=0))
+        request = owner.submit(tokens, ask(hold=True, digest=True, poison=True))
+        assert not request.done  # it is run in turns and nowhere else
+        assert owner.next_turn_s() == 0.0
+        owner.run_until_done(request)
+        assert request.outcome == "finished", request.reason
+        for (layer, part), cells in expected_cells(tokens).items():
+            assert owner.read(request, layer, part) == cells
+        owner.release(request)
+
+
+def test_its_slot_is_made_when_a_request_may_need_it(tmp_path: Path) -> None:
+    with lab(tmp_path) as (made, engine):
+        assert "source 1" not in made.owner.statistics()
+        made.gate.open()
+        made.serve_exact(1)
+        assert "source 1" not in made.owner.statistics()
+        made.serve_exact(2, on_failure="local")
+        assert made.owner.statistics()["source 1"]["slab_nbytes"] == made.handle.slot_nbytes
+        made.serve_exact(3, on_failure="local")
+        assert "source 2" not in made.owner.statistics()
+        assert engine.runs == 0
+
+
+def test_too_little_memory_for_its_slot_is_refused_at_submit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lab(tmp_path) as (made, _):
+        monkeypatch.setattr("headrace.engine.capacity.available_nbytes", lambda: 0)
+        with pytest.raises(Refused, match="headrace-local: needs"):
+            made.submit(prompt(1), on_failure="local")
+        monkeypatch.undo()
+        made.gate.open()
+        made.serve_exact(1, on_failure="local")
+
+
+def test_an_engine_that_does_not_fit_is_refused() -> None:
+    decoder = NullDecoder(decoder_like(LocalEngine().manifest()), context=CONTEXT, lanes=1)
+    for changes, text in (
+        ({"heads": 4}, "k.heads"),
+        ({"max_positions": 32}, "the 32 positions of the decoder's own engine"),
+    ):
+        like = decoder_like(LocalEngine(**changes).manifest())
+        fitting = NullDecoder(like, context=32, lanes=1) if "heads" not in changes else decoder
+        with pytest.raises(Refused, match=text):
+            DecoderOwner(fitting, context=CONTEXT, local=LocalEngine(**changes))
+        fitting.close()
+
+
+# What it hears while it runs.
+
+
+def test_a_cancel_is_heard_within_a_layer() -> None:
+    engine = LocalEngine()
+    with alone(engine) as owner, pipe(owner, lambda: owner.cancel(request)) as cancel:
+        engine.at_layer = lambda layer: cancel() if layer == 2 else None
+        request = owner.submit(prompt(1), ask())
+        owner.turn(1.0)
+        assert (request.outcome, request.cause) == ("cancelled", "cancelled")
+        assert engine.num_layers == 3  # the call in which it was heard is the last
+        assert owner.idle
+
+
+def test_a_cancel_before_its_turn() -> None:
+    engine = LocalEngine()
+    with alone(engine) as owner:
+        request = owner.submit(prompt(1), ask())
+        owner.cancel(request)
+        owner.turn(1.0)
+        assert (request.outcome, engine.runs) == ("cancelled", 0)
+        assert owner.idle
+
+
+def test_a_callback_may_cancel_it() -> None:
+    engine = LocalEngine()
+    with alone(engine) as owner:
+        request = owner.submit(prompt(1), ask(), on_progress=lambda *_: owner.cancel(request))
+        owner.turn(1.0)
+        assert request.outcome == "cancelled"
+        assert engine.num_layers < LAYERS
+        assert owner.idle
+
+
+def test_a_deadline_is_heard() -> None:
+    engine = LocalEngine(layer_ms=30)
+    with alone(engine) as owner:
+        request = owner.submit(prompt(1), ask(deadline_s=0.1))
+        owner.turn(1.0)
+        assert (request.outcome, request.cause) == ("failed", "deadline")
+        assert 2 <= engine.num_layers < LAYERS
+        assert owner.idle
+
+
+def test_an_engine_at_work_is_not_taken_for_one_that_stalls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes longer than a source may be silent, and tells nothing until its end."""
+    monkeypatch.setattr("headrace.protocol.source.HEARTBEAT_NS", 10_000_000)
+    engine = LocalEngine(layer_ms=60)
+    with alone(engine, progress_timeout_s=0.1) as owner:
+        request = owner.submit(prompt(1), ask(route="whole"))
+        owner.run_until_done(request)
+        assert request.outcome == "finished", request.reason
+
+
+def beside(made: Lab, **options: Any) -> tuple[Request, Request]:
+    """A neighbour whose source stands at its gate, and a request that is local next."""
+    neighbour = made.submit(prompt(2), hold=True, **options)
+    made.gate.allow(2)
+    made.until_told(neighbour, 2)
+    doomed = made.attach()
+    local = made.submit(prompt(1), on_failure="local", hold=True)
+    os.kill(doomed.pid, signal.SIGKILL)
+    return neighbour, local
+
+
+def test_other_hand_offs_keep_moving(tmp_path: Path) -> None:
+    """A neighbour is told, imported and published within one layer of a local prefill."""
+    with lab(tmp_path) as (made, engine):
+        neighbour, local = beside(made)
+
+        def finish_the_neighbour(layer: int) -> None:
+            if layer == 1:
+                made.gates[0].open()
+                engine.check_until(lambda: neighbour.done)
+
+        engine.at_layer = finish_the_neighbour
+        made.until_done(local)
+        assert (neighbour.outcome, local.outcome) == ("finished", "finished")
+        made.assert_exact(neighbour, prompt(2))
+        made.assert_exact(local, prompt(1))
+        for request in (neighbour, local):
+            made.owner.release(request)
+        made.settle()
+
+
+def test_a_source_that_dies_meanwhile_is_buried(tmp_path: Path) -> None:
+    with lab(tmp_path) as (made, engine):
+        neighbour, local = beside(made)
+
+        def kill_the_source(layer: int) -> None:
+            if layer == 1:
+                os.kill(made.handles[0].pid, signal.SIGKILL)
+                engine.check_until(lambda: neighbour.done)
+
+        engine.at_layer = kill_the_source
+        made.until_done(local)
+        assert (neighbour.outcome, neighbour.cause) == ("failed", "source-died")
+        made.assert_exact(local, prompt(1))
+        made.owner.release(local)
+        made.settle()
+
+
+def test_a_request_may_be_submitted_meanwhile() -> None:
+    engine = LocalEngine()
+    later: list[Request] = []
+    with alone(engine) as owner:
+        submit = lambda: later.append(owner.submit(prompt(2), ask(hold=True)))  # noqa: E731
+        with pipe(owner, submit) as trigger:
+            engine.at_layer = lambda layer: trigger() if layer == 2 and not later else None
+            request = owner.submit(prompt(1), ask(hold=True))
+            owner.turn(1.0)
+            assert request.outcome == "finished"
+            owner.run_until_done(*later)
+            assert [each.outcome for each in later] == ["finished"]
+            owner.release(request)
+            owner.release(later[0])
+
+
+# What goes wrong in it.
+
+
+def test_what_its_engine_raises_ends_the_request() -> None:
+    """There is nobody left to follow."""
+    with alone(LocalEngine(fail_at_layer=3)) as owner:
+        request = owner.submit(prompt(1), ask())
+        owner.run_until_done(request)
+        assert (request.outcome, request.cause) == ("failed", "source-failed")
+        assert request.reason == "RuntimeError: replay was told to fail at layer 3"
+
+
+@pytest.mark.parametrize("raised", [PeerDied("the card is gone"), Cancelled("I feel like it")])
+def test_an_engine_that_raises_our_errors_fails_all_the_same(raised: Exception) -> None:
+    def fail(layer: int) -> None:
+        raise raised
+
+    engine = LocalEngine()
+    engine.at_layer = fail
+    with alone(engine) as owner:
+        request = owner.submit(prompt(1), ask())
+        owner.run_until_done(request)
+        assert (request.outcome, request.cause) == ("failed", "source-failed")
+        assert request.reason in (
+            "PeerDied: the card is gone",
+            "the engine gave up an attempt that nobody cancelled",
+        )
+
+
+class Stubborn(LocalEngine):
+    """Takes no exception for an answer."""
+
+    def compute(self, tokens: Sequence[int], sink: PrefillSink, start: int) -> None:
+        for _ in range(3):
+            with suppress(Cancelled, LocalProtocolError):
+                super().compute(tokens, sink, start)
+
+
+@pytest.mark.parametrize("kind", [LocalEngine, Stubborn])
+def test_an_error_of_the_owner_passes_through_the_engine(kind: type[LocalEngine]) -> None:
+    """Such as that its router is gone: the engine stops, then the turn raises it."""
+
+    def gone() -> None:
+        raise PeerDied("the router is gone")
+
+    engine = kind()
+    with alone(engine) as owner, pipe(owner, gone) as trigger:
+        engine.at_layer = lambda layer: trigger() if layer == 1 else None
+        request = owner.submit(prompt(1), ask())
+        with pytest.raises(PeerDied, match="the router is gone"):
+            owner.turn(1.0)
+        assert (request.outcome, request.cause) == ("failed", "source-failed")
+
+
+def test_an_interrupt_is_raised_and_leaves_the_owner_whole() -> None:
+    def interrupt(layer: int) -> None:
+        if layer == 2:
+            raise KeyboardInterrupt
+
+    engine = LocalEngine()
+    engine.at_layer = interrupt
+    with alone(engine) as owner:
+        request = owner.submit(prompt(1), ask())
+        with pytest.raises(KeyboardInterrupt):
+            owner.turn(1.0)
+        assert request.reason == "interrupted by KeyboardInterrupt"
+        engine.at_layer = lambda layer: None
+        after = owner.submit(prompt(2), ask())
+        owner.run_until_done(after)
+        assert after.outcome == "finished"
+
+
+@pytest.mark.parametrize("call", ["turn", "close", "drain"])
+def test_a_callback_may_not_turn_or_close_its_owner(call: str) -> None:
+    """Its own request pays for it."""
+    with alone(LocalEngine()) as owner:
+
+        def again(*_: object) -> None:
+            getattr(owner, call)()
+
+        request = owner.submit(prompt(1), ask(), on_progress=again)
+        owner.run_until_done(request)
+        assert request.outcome == "cancelled"
+        assert "its callback raised LocalProtocolError" in request.reason
+
+
+def test_the_books_are_checked_whenever_the_owner_comes_to_rest(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once; and when they do not add up, that is no warning."""
+    checks: list[int] = []
+    with alone(LocalEngine()) as owner:
+        check = owner._machine.check_integrity
+
+        def counted() -> None:
+            checks.append(1)
+            check()
+
+        monkeypatch.setattr(owner._machine, "check_integrity", counted)
+        for count in (1, 2):
+            owner.run_until_done(owner.submit(prompt(1), ask()))
+            for _ in range(5):
+                owner.turn(0.0)
+            assert len(checks) == count
+        owner.submit(prompt(1), ask())
+        owner._machine._lanes_quarantined += 1
+        with pytest.raises(LocalProtocolError, match="are not 2 in all"):
+            owner.drain()
+        assert "do not add up" in caplog.text
+        owner._machine._lanes_quarantined -= 1
