@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import stat
@@ -354,3 +355,26 @@ sock, _ = socket.socket(fileno=int(sys.argv[1])).accept()
 sock.recv(1000)
 sock.send(encode(Token(1, 2)))
 """
+
+
+def test_an_owner_without_a_descriptor_left_hears_no_operator_and_lives_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A listener that cannot accept would be readable for ever, and every turn busy with it."""
+    path = str(tmp_path / "control")
+    with Lab(tmp_path) as lab:
+        control = ControlSocket(path)
+        control.serve(lab.owner)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as operator:
+            operator.connect(path)
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (operator.fileno() + 1, limits[1]))
+            try:
+                lab.owner.turn(0.05)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert "no operator is heard any more" in caplog.text
+        control.close()
+        assert not os.path.lexists(path)
+        lab.gate.open()
+        lab.serve_exact(1)

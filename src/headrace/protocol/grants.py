@@ -58,6 +58,8 @@ class Grants(Endings):
         It may be promised to another by now: then the count of free lanes is below zero until
         that one gives its own back, or is refused.
         """
+        if attempt in self._apart:
+            raise LocalProtocolError(f"what attempt {attempt} held is lost already")
         self._apart[attempt] = Apart(reason or NO_REASON, now_ns, self._take_lane_out())
         self._admit(now_ns)
 
@@ -92,8 +94,11 @@ class Grants(Endings):
             no_slot = self.no_local_left if handoff.local else self.no_slot_left
             if self.no_lane_left and not handoff.has_storage:
                 self._fail(handoff, Cause.NO_STORAGE, NO_LANE, now_ns)
-            elif handoff.lease is None and (no_slot or self._is_jammed(handoff)):
+            elif handoff.lease is None and no_slot:
                 self._fail(handoff, Cause.NO_SOURCE, no_slot_reason, now_ns)
+            elif handoff.lease is None and self._is_jammed(handoff):
+                self._fail(handoff, Cause.NO_SOURCE, no_slot_reason, now_ns)
+                return True  # its storage may help the others
             else:
                 continue
             stranded = True

@@ -242,7 +242,7 @@ class Owner(Grants):
         if state is not HandoffState.PUBLISHED:
             raise LocalProtocolError(f"request {request} is {state.name}, not PUBLISHED")
         handoff = self._requests[request].handoff
-        handoff.quarantine_reason = quarantine_reason
+        handoff.quarantine_reason = quarantine_reason or handoff.quarantine_reason
         self._end(handoff, Outcome.PUBLISHED, None, "", now_ns)
         self._admit(now_ns)
 

@@ -248,8 +248,11 @@ class Ledger:
                 self.fail(attempt, Cause.NO_STORAGE, now_ns)
             elif account.place is None:
                 served = self.local_in_service if account.local else self.slot_in_service
-                if not served or self.is_jammed(account):
+                if not served:
                     self.fail(attempt, Cause.NO_SOURCE, now_ns)
+                elif self.is_jammed(account):
+                    self.fail(attempt, Cause.NO_SOURCE, now_ns)
+                    return  # its storage may help the others
 
     def fail(
         self, attempt: AttemptId, cause: Cause, now_ns: int, *, must_cancel: bool = True

@@ -53,7 +53,7 @@ faults: what waits fails with the first of two lanes
     == self.limits.num_lanes => > 0
 [Grants._fail_stranded]
 uneven: who has a slot fails with the last source
-    handoff.lease is None and (no_slot => (no_slot
+    elif handoff.lease is None and no_slot: => elif no_slot:
 overdrawn: who holds storage fails when the last lane is lost
     self.no_lane_left and not handoff.has_storage => self.no_lane_left
 stranded: who is parked waits on for a lane
@@ -62,7 +62,8 @@ stranded: who is parked waits on for a lane
 local-lost: a local attempt waits on for a lost slot
     self.no_local_left if handoff.local else self.no_slot_left => self.no_slot_left
 lanes: who lacks a source is told that storage is lacking
-    Cause.NO_SOURCE => Cause.NO_STORAGE
+    and no_slot:\n            self._fail(handoff, Cause.NO_SOURCE =>
+        and no_slot:\n            self._fail(handoff, Cause.NO_STORAGE
 [Grants._admit]
 overdue: who is stranded by a deadline or a failure waits on
     or self._fail_stranded(NO_SLOT, now_ns) =>
@@ -234,7 +235,7 @@ empty: what is complete when its source ends is not published
 one: a hand-off that waits is retired
     state is not HandoffState.PUBLISHED => state is HandoffState.ENDED
 digest: an entry that is still written is freed
-    handoff.quarantine_reason = quarantine_reason => pass
+    handoff.quarantine_reason = quarantine_reason or handoff.quarantine_reason => pass
 [Owner.reserve_refused]
 faults: a refused reservation is given back once more
     handoff.has_storage = False => pass

@@ -21,7 +21,6 @@ from tests.unit.protocol.builders import CONTEXT, EPOCH, make_plan
 from tests.unit.protocol.ends import Ends
 
 KINDS = (Full(), Sliding(3, 2), Shared("layers.0"), Full())
-TIMES = 20  # walks with each share of faults
 
 
 def options_of(attempt: AttemptId) -> Prefill:
@@ -218,13 +217,13 @@ def holdings_of(ends: Ends) -> object:
     return queues, len(ends.flights), ends.owner.statistics()
 
 
-@pytest.mark.parametrize("faults", [0, 5, 25])
-def test_a_random_walk_ends_every_hand_off_once_and_gives_all_back(faults: int) -> None:
+@pytest.mark.parametrize(("faults", "times"), [(0, 8), (5, 15), (25, 50)])
+def test_a_random_walk_ends_every_hand_off_once_and_gives_all_back(faults: int, times: int) -> None:
     seen: set[HandoffState] = set()
     outcomes: set[Outcome] = set()
     causes: Counter[Cause] = Counter()
     done: Counter[str] = Counter()
-    for seed in range(TIMES if faults else TIMES // 4):
+    for seed in range(times):
         walk = Walk(seed, faults)
         walk.run(150)
         walk.finish()
