@@ -32,10 +32,11 @@ from headrace.runtime.supervisor import RestartPolicy
 from headrace.runtime.watch import Watch
 from headrace.runtime.worker import SourceHandle
 
-IDLE_BUDGET_NBYTES = 64 << 20  # imported in one turn when nobody decodes
+IDLE_BUDGET_NBYTES = 64 << 20  # imported in one turn when nobody decodes and nothing comes in
 SHARED_BUDGET_NBYTES = 8 << 20  # imported in one turn between two decode steps
 
-MAX_FLIGHTS = 64  # imports begun and not fenced, on a device that copies by itself
+MAX_FLIGHTS = 64  # imports begun and not fenced, on a device that copies by itself,
+MAX_FLIGHT_NBYTES = 16 << 20  # and their bytes: what a cancelled lane waits for
 
 _log = logging.getLogger("headrace.owner")
 
@@ -371,12 +372,24 @@ class DecoderOwner(Shell):
         self._sources.tick(now_ns)
         self._run_commands()
         self._poll_fences()
+        self._import()
+
+    def _import(self) -> None:
+        """Begin imports piece by piece: until the budget is used, too much is in flight, or
+        something has come in that may concern them.
+        """
         budget = SHARED_BUDGET_NBYTES if self._decoding else IDLE_BUDGET_NBYTES
         budget = self._budget_nbytes or budget
-        if len(self._flights) < MAX_FLIGHTS and self._machine.begin_imports(
-            budget, time.monotonic_ns()
-        ):
+        while budget > 0 and self._has_room():
+            begun = self._machine.begin_imports(1, time.monotonic_ns())
             self._run_commands()
+            budget -= begun
+            if not begun or self._watch.is_ready():
+                return
+
+    def _has_room(self) -> bool:
+        nbytes = sum(flight.nbytes for flight in self._flights.values())
+        return len(self._flights) < MAX_FLIGHTS and nbytes < MAX_FLIGHT_NBYTES
 
     def _take_in_meanwhile(self) -> None:
         """While the owner's own engine runs."""

@@ -137,6 +137,9 @@ class OwnerProcess:
             named = exc.field if isinstance(exc, Refused) else ""
             reason, field = travelling_text(str(exc)), named or "request"
             self._outbox.append(Ended(label, "failed", reason, field, None, "", (), "", ()))
+        except MemoryError:  # before anything of the request was made
+            reason = "the owner has no memory left to take a request in"
+            self._outbox.append(Ended(label, "failed", reason, "", None, "", (), "", ()))
         else:
             self._running[label] = request
 

@@ -157,7 +157,7 @@ class Sources:
         for source in sorted(self._dead):
             if self._machine.forget_source(source):
                 self._dead.remove(source)
-                self._process(source).close(0.0)
+                self._process(source).close(0.0, aside=True)
                 del self.handles[source]
                 del self.plans[source]
 

@@ -30,6 +30,10 @@ class Watch:
             if self._selector.get_map().get(key.fd) is key:  # else an earlier action removed it
                 key.data()
 
+    def is_ready(self) -> bool:
+        """Whether `take_in` would call something now."""
+        return bool(self._selector.select(0))
+
     def fileno(self) -> int:
         """A descriptor that is readable when one of those watched is."""
         return self._selector.fileno()

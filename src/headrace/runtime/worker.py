@@ -252,8 +252,11 @@ class SourceHandle:
             **channel,
         }
 
-    def close(self, grace_s: float = 2.0) -> None:
-        """Ask the source to end, wait, then make sure; frees the slab last. Idempotent."""
+    def close(self, grace_s: float = 2.0, *, aside: bool = False) -> None:
+        """Ask the source to end, wait, then make sure; frees the slab last. Idempotent.
+
+        `aside`: the slab is unmapped in a thread of its own, for an owner whose turns go on.
+        """
         if self._channel is not None:
             try:
                 self._channel.send(Shutdown())
@@ -264,7 +267,10 @@ class SourceHandle:
         if self._channel is not None:
             self._channel.close()
         if self._slab is not None:
-            self._slab.close()
+            if aside:
+                self._slab.close_aside()
+            else:
+                self._slab.close()
 
     def _expect(self, kind: type[_M]) -> _M:
         """The next message, which must be of `kind`; waits at most the start timeout."""
