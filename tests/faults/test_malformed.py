@@ -153,7 +153,8 @@ def bring(stage: Stage, case: Case, neighbour: Request, last: Request) -> Reques
         assert request.outcome == "failed", case
         assert "there is no case" not in request.reason
         assert request.entry is None
-        assert request.cause in causes_of(case), (case, request.cause)
+        assert case.cause is not None
+        assert request.cause == case.cause.value, (case, request.reason)
     else:
         assert request.outcome == "finished", (case, request.reason)
         stage.assert_exact(request, tokens)
@@ -164,15 +165,6 @@ def bring(stage: Stage, case: Case, neighbour: Request, last: Request) -> Reques
         assert counted.pop(name, 0) >= due.pop(name, 0), case
     assert counted == due, case
     return request
-
-
-def causes_of(case: Case) -> tuple[str, ...]:
-    """Why the attempt fails; what the owner's shell refuses is a failure of the source as well."""
-    if case.kind == "corrupt":
-        return ("corrupt",)
-    if "undecodable" in case.counted or case.kind in ("first", "size"):
-        return ("malformed", "source-failed")
-    return ("malformed",) if "malformed" in case.counted else ("source-failed",)
 
 
 ONE_OF_EACH = list({case.kind: case for case in all_cases() if case.verdict == "fails"}.values())

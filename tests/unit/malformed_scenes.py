@@ -18,18 +18,9 @@ import msgspec
 
 from headrace.channel import MAX_MESSAGE_NBYTES, Channel, socket_pair
 from headrace.errors import RemoteProtocolError
-from headrace.ids import AttemptId, RequestId, Span
-from headrace.messages import (
-    Computing,
-    Failed,
-    FromSource,
-    Progress,
-    Released,
-    SourceFinal,
-    decode_from_source,
-    encode,
-    travelling_text,
-)
+from headrace.geometry import Manifest
+from headrace.ids import AttemptId, RequestId, SourceId, Span
+from headrace.messages import FromSource, Released, SourceFinal, decode_from_source, encode
 from headrace.plan import Plan
 from headrace.protocol.admission import FailurePolicy
 from headrace.protocol.commands import (
@@ -41,16 +32,25 @@ from headrace.protocol.commands import (
     StartPrefill,
 )
 from headrace.protocol.handoff import Handoff, HandoffState
+from headrace.protocol.owner import Owner
 from headrace.protocol.slots import SlotState
+from headrace.runtime.sources import _fault_of
 from headrace.testing.malformed import Case, cases
-from headrace.testing.malformed_speech import Identity
-from tests.unit.protocol.builders import HYBRID, Shell, cells_of, grant, make_plan
+from headrace.testing.malformed_speech import AttemptMessage, Identity
+from tests.unit.protocol.builders import (
+    HYBRID,
+    Shell,
+    cells_of,
+    grant,
+    make_plan,
+    source_manifest,
+)
 
 N = 40
 PLAN = make_plan(N, *HYBRID)
 WHOLE = PLAN.whole()
 HALF, REST = Span(0, 2, 0, N), Span(2, len(HYBRID), 0, N)
-VOCAB = 11
+MANIFEST = source_manifest(*HYBRID)
 BUDGET = 1 << 40
 SEVERAL_CHUNKS = 1000
 DIGEST = 0
@@ -240,6 +240,7 @@ def all_cases(*, digest: bool) -> tuple[Case, ...]:
 
 
 def is_readable(case: Case) -> bool:
+    """Whether all its packets are messages."""
     return case.counted != ("undecodable",)
 
 
@@ -295,30 +296,32 @@ def _request(record: Any) -> RequestId:
 # How a scene hears a packet, and how it goes on.
 
 
+def take_in(
+    owner: Owner, source: SourceId, manifest: Manifest, receive: Callable[[], FromSource]
+) -> None:
+    """What `Sources` does with a packet of a source that has this manifest."""
+    try:
+        message = receive()
+    except RemoteProtocolError as exc:
+        owner.undecodable(source, str(exc), 0)
+        return
+    if not isinstance(message, AttemptMessage):
+        owner.dropped["unexpected"] += 1
+        return
+    fault = _fault_of(manifest, message) if isinstance(message, SourceFinal) else ""
+    owner.message(source, message, 0, fault)
+
+
 @contextmanager
 def ears() -> Iterator[Hear]:
-    """What `DecoderOwner` does with a packet of the victim's source, over a real channel."""
+    """Takes in a packet of the victim's source, over a real channel."""
     near, far = socket_pair(4, MAX_MESSAGE_NBYTES)
     channel: Channel[FromSource, FromSource] = Channel(far, encode, decode_from_source)
 
     def receive(scene: Scene, payload: bytes) -> None:
         near.send(payload)
-        owner, source = scene.shell.owner, scene.grant.source
-        try:
-            message, _ = channel.receive()
-        except RemoteProtocolError as exc:
-            owner.dropped["undecodable"] += 1
-            last = [g for g in scene.shell.all(StartPrefill) if g.source == source][-1]
-            message = Failed(*identity_of(last), travelling_text(str(exc)))
-        if isinstance(message, SourceFinal) and (
-            message.first != "logits" or message.token >= VOCAB
-        ):
-            owner.dropped["malformed"] += 1
-            message = Failed(message.attempt, message.slot, message.generation, "a wrong final")
-        if isinstance(message, Computing | Progress | SourceFinal | Failed | Released):
-            scene.shell.send(message, source)
-        else:
-            owner.dropped["unexpected"] += 1
+        take_in(scene.shell.owner, scene.grant.source, MANIFEST, lambda: channel.receive()[0])
+        scene.shell.take()
 
     with near, channel:
         yield receive

@@ -7,6 +7,7 @@ own stay as they were, and afterwards they are published whole.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 import pytest
@@ -36,11 +37,11 @@ from tests.unit.malformed_scenes import (
     BUDGET,
     DIGEST,
     HALF,
+    MANIFEST,
     PLAN,
     REST,
     STAGES,
     UNDECIDED,
-    VOCAB,
     WHOLE,
     Hear,
     N,
@@ -55,6 +56,7 @@ from tests.unit.malformed_scenes import (
     identity_of,
     is_readable,
     scene_at,
+    take_in,
     victim_of,
 )
 from tests.unit.protocol.builders import EPOCH, FEW, cells_of, geometries, grant
@@ -84,9 +86,6 @@ def bring(scene: Scene, case: Case, hear: Hear, *, fails: bool) -> dict[str, int
     return dict(owner.dropped - before)
 
 
-BY_THE_SHELL = ("first", "size")  # of a final: a failure of the source, as the machine sees it
-
-
 def count(*names: str) -> dict[str, int]:
     return {name: names.count(name) for name in names}
 
@@ -104,9 +103,8 @@ def test_every_case_of_an_attempt_that_was_told_nothing(
         assert ends_of(scene, scene.victim) == [Outcome.FAILED] * fails, case
         assert all_but_victim(scene) == others, case
         assert not scene.shell.all(Publish), case
-        if case.counted == ("malformed",) and case.kind not in BY_THE_SHELL:
-            assert [r.cause for r in scene.shell.all(Report)] == [Cause.MALFORMED], case
-        if is_readable(case):
+        assert [r.cause for r in scene.shell.all(Report)] == [case.cause] * fails, case
+        if is_readable(case) or case.completes:
             finish(scene)
 
 
@@ -126,11 +124,11 @@ def test_a_digest_that_no_bytes_have(digest: bool, hear: Hear) -> None:
 
 def due(stage: str, scene: Scene, case: Case) -> tuple[tuple[str, ...], bool]:
     """What must become of one packet at a stage: what is counted, and whether the attempt fails."""
-    undecided = stage in [each.__name__ for each in UNDECIDED]
+    speaks = stage in [each.__name__ for each in UNDECIDED] and stage != "released"
     if case.counted == ("unexpected",):
         return case.counted, False
     if not is_readable(case):
-        return ("undecodable", *AFTER_GARBAGE.get(stage, ())), undecided
+        return case.counted, speaks
     message = decode_from_source(case.payloads[0])
     assert isinstance(message, Computing | Progress | SourceFinal | Failed | Released)
     lease = (message.attempt, message.slot, message.generation) == identity_of(scene.grant)
@@ -139,27 +137,14 @@ def due(stage: str, scene: Scene, case: Case) -> tuple[tuple[str, ...], bool]:
         return ("dead",), False
     if message.attempt != scene.grant.attempt or stage in ("ended", "reused", "retried"):
         return ("stale",), False
-    if stage == "returned" and gives_back:
-        return ("malformed",), False  # twice
-    if stage in ("published", "draining", "returned", "given_up"):
-        return (() if gives_back else ("late",) if lease else ("stale",)), False
-    if stage in ("sealed", "released"):
-        legal = gives_back and stage == "sealed"
-        return (() if legal else ("malformed",)), not legal
+    if not speaks:
+        first = gives_back and stage not in ("released", "returned")
+        return (() if first else ("late",) if lease else ("stale",)), False
+    if stage == "sealed":
+        return (() if gives_back else ("malformed",)), not gives_back
+    if stage == "told" and case.name == "order: the final first":
+        return (), False  # not first any more, and legal
     return case.counted, case.verdict == "fails"
-
-
-AFTER_GARBAGE = {
-    "sealed": ("malformed",),
-    "released": ("malformed",),
-    "published": ("late",),
-    "draining": ("late",),
-    "returned": ("late",),
-    "given_up": ("late",),
-    "ended": ("stale",),
-    "retried": ("stale",),
-    "dead": ("dead",),
-}
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -169,15 +154,14 @@ def test_every_packet_at_every_stage(stage: str, hear: Hear) -> None:
     few = unreadable[::40] if stage != "reused" else []  # where they are another's fault
     some = {case.name for case in single[::5]}
     for case in [*filter(is_readable, single), *few]:
-        if stage == "told" and case.name == "order: the final first":
-            continue  # not first any more, and legal
-        if case.kind == "first" and stage not in ("half_told", "told"):
-            continue  # the shell's own to refuse, and then it is a failure
         scene = scene_at(stage)
         others, ends = all_but_victim(scene), len(ends_of(scene, scene.victim))
         counted, fails = due(stage, scene, case)
         assert bring(scene, case, hear, fails=fails) == count(*counted), (case, stage)
         assert len(ends_of(scene, scene.victim)) == ends + fails, case
+        if fails:
+            cause = Cause.MALFORMED if counted else Cause.SOURCE_FAILED
+            assert scene.shell.all(Report)[-1].cause is cause, case
         assert all_but_victim(scene) == others, case
         if (fails or not counted) and case.name in some:
             finish(scene)
@@ -189,6 +173,8 @@ def test_garbage_is_the_fault_of_the_one_that_runs(hear: Hear) -> None:
     (new,) = scene.others
     hear(scene, b"\xc1")
     assert ends_of(scene, new) == [Outcome.FAILED]
+    assert scene.shell.all(Report)[-1].cause is Cause.MALFORMED
+    assert scene.shell.owner.dropped == count("undecodable")
     scene.shell.released(new)
     scene.others = ()
     finish(scene)
@@ -203,22 +189,19 @@ def test_the_cases_fit_any_plan(geometry: tuple[Manifest, Layout, int, int], dig
     others = [(AttemptId(EPOCH, 1, 1), 1, 3)]
     found = list(cases(plan, grant(n, digest=digest), others=others))
     assert len({case.name for case in found}) == len(found)
+    unreadable = [case for case in found if not is_readable(case) and not case.completes]
     for case in found:
-        if not is_readable(case) or case.kind in ("handshake", "first", "corrupt"):
+        if case in unreadable and case not in unreadable[::40]:
             continue
         owner = Owner(EPOCH, Limits(num_lanes=1, context=context))
         owner.add_source(SourceId(0), 2, lambda _: plan, 0)
         owner.submit(n, 0, digest=digest)
         for payload in case.payloads:
-            message = decode_from_source(payload)
-            assert isinstance(message, AttemptMessage)
-            if isinstance(message, SourceFinal) and message.token:
-                owner.dropped["malformed"] += 1  # by the shell, which knows the vocabulary
-                message = Failed(message.attempt, message.slot, message.generation, "")
-            owner.message(SourceId(0), message, 0)
+            take_in(owner, SourceId(0), decoder, partial(decode_from_source, payload))
         assert dict(owner.dropped) == count(*case.counted), case
-        failed = [c for c in owner.commands() if isinstance(c, Report)]
-        assert len(failed) == (case.verdict == "fails"), case
+        causes = [c.cause for c in owner.commands() if isinstance(c, Report)]
+        fails = case.verdict == "fails" and case.kind != "corrupt"  # that is found when it lands
+        assert causes == [case.cause] * fails, case
         owner.check_integrity()
 
 
@@ -278,27 +261,51 @@ def test_any_bytes_are_a_message_or_one_error(payload: bytes) -> None:
 
 
 class Told:
-    """What the victim's source told so far, as cells, and whether the next word is legal."""
+    """What the victim's source told so far, as cells, and what must become of its next packet.
 
-    def __init__(self, identity: Identity) -> None:
+    Nothing of the victim is in flight when a packet comes, so its slot is another's to have as soon
+    as it is over and given back. `theirs`: the lease of A, which the same source has given back.
+    """
+
+    def __init__(self, identity: Identity, theirs: Identity) -> None:
         self.identity = identity
+        self.theirs = theirs
         self.cells: set[tuple[int, int]] = set()
         self.final = False
         self.over = False
         self.returned = False
         self.wrong_digest = False
 
-    def is_legal(self, message: AttemptMessage) -> bool:
-        if (message.attempt, message.slot, message.generation) != self.identity or self.returned:
-            return False
+    @property
+    def speaks(self) -> bool:
+        """Whether what is wrong in a packet can still fail the attempt."""
+        return not self.over and not self.returned
+
+    def due(self, message: FromSource | None) -> str:
+        """What the next packet is counted as; nothing if it is legal. None is no message."""
+        if message is None:
+            return "undecodable"
+        if not isinstance(message, AttemptMessage):
+            return "unexpected"
+        lease = message.attempt, message.slot, message.generation
+        if message.attempt != self.identity[0]:
+            return "late" if lease == self.theirs else "stale"
+        if lease != self.identity:
+            return "malformed" if self.speaks else "stale"
+        if self.returned:
+            return "stale" if self.over else "late"
         if self.over:
-            return isinstance(message, Released)
+            return "" if isinstance(message, Released) else "late"
+        return "" if self._is_legal(message) else "malformed"
+
+    def _is_legal(self, message: AttemptMessage) -> bool:
         match message:
             case Progress(spans=spans, digests=digests):
                 return not self.final and len(digests) in (0, len(spans)) and self._new(spans)
             case SourceFinal(first=first, token=token):
                 whole = self.cells == set(cells_of(PLAN, WHOLE))
-                return whole and not self.final and first == "logits" and token < VOCAB
+                of_the_manifest = first == MANIFEST.first and token < MANIFEST.vocab_size
+                return whole and not self.final and of_the_manifest
             case Released():
                 return True
         return not self.final
@@ -330,9 +337,10 @@ class Told:
 def _payloads() -> st.SearchStrategy[bytes]:
     """Cases, cases with a few bytes changed, and messages made of numbers near legal ones."""
     scene = scene_at("leased")
-    victim, other = identity_of(scene.grant), identity_of(scene.shell.grant_of(scene.b))
+    victim = identity_of(scene.grant)
+    a, b = (identity_of(scene.shell.grant_of(request)) for request in (scene.a, scene.b))
     near = st.sampled_from(NEAR)
-    attempts = st.sampled_from([*[victim[0]] * 30, victim[0].next, other[0], AttemptId(7, 99, 1)])
+    attempts = st.sampled_from([*[victim[0]] * 30, victim[0].next, a[0], b[0], AttemptId(7, 99, 1)])
     slots = st.sampled_from([*[victim[1]] * 200, *NEAR])
     generations = st.sampled_from([*[victim[2]] * 200, *NEAR])
     layer, position = st.integers(0, LAYERS), st.sampled_from([0, 10, 20, 36, 37, 38, N])
@@ -356,7 +364,11 @@ def _payloads() -> st.SearchStrategy[bytes]:
     ).map(encode)
     cased = st.sampled_from([payload for payloads in SAMPLES for payload in payloads])
     changes = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 255)), max_size=2)
-    return st.one_of(messages, messages, messages, st.builds(_changed, messages | cased, changes))
+    others = st.sampled_from(
+        [encode(kind(*its)) for its in (a, b) for kind in (Computing, Released)]
+    )
+    changed = st.builds(_changed, messages | cased, changes)
+    return st.one_of(messages, messages, messages, changed, changed, others)
 
 
 @st.composite
@@ -382,27 +394,23 @@ def _changed(payload: bytes, changes: list[tuple[int, int]]) -> bytes:
     return bytes(out)
 
 
-def _of_an_attempt(payload: bytes) -> AttemptMessage | None:
+def _message_of(payload: bytes) -> FromSource | None:
     try:
-        message = decode_from_source(payload)
+        return decode_from_source(payload)
     except RemoteProtocolError:
         return None
-    return message if isinstance(message, AttemptMessage) else None
 
 
 @settings(max_examples=120, deadline=None, database=None, derandomize=True)
 @given(_told())
 def test_whatever_comes_is_legal_or_changes_nothing(told: list[tuple[bytes, bool]]) -> None:
-    """A second statement of what is legal says of each packet whether it must be taken."""
+    """A second statement of what is legal says of each packet what must become of it."""
     scene = scene_at("leased")
-    mine = Told(identity_of(scene.grant))
+    mine = Told(identity_of(scene.grant), identity_of(scene.shell.grant_of(scene.a)))
     scene.shell.begin(BUDGET)
     others = all_but_victim(scene)
     with ears() as hear:
         for payload, imports in told:
-            message = _of_an_attempt(payload)
-            if message is not None and message.attempt.request == scene.a:
-                continue  # legal, or not, of another attempt of the same source
             _hear_and_compare(scene, mine, payload, hear)
             assert all_but_victim(scene) == others
             assert ends_of(scene, scene.victim) == [Outcome.FAILED] * mine.over
@@ -415,19 +423,17 @@ def test_whatever_comes_is_legal_or_changes_nothing(told: list[tuple[bytes, bool
 
 
 def _hear_and_compare(scene: Scene, mine: Told, payload: bytes, hear: Hear) -> None:
-    owner, message = scene.shell.owner, _of_an_attempt(payload)
+    owner, message = scene.shell.owner, _message_of(payload)
     dropped, handoff = owner.dropped.copy(), victim_of(scene)
     claims, held = claims_of(handoff), all_but_drops(scene)
+    due = mine.due(message)
     hear(scene, payload)
-    refused = owner.dropped - dropped
-    if message is not None:
-        assert mine.is_legal(message) == (not refused), message
-    if message is not None and not refused:
+    assert owner.dropped - dropped == count(*[due] * bool(due)), message
+    if isinstance(message, AttemptMessage) and not due:
         mine.note(message)
         return
     assert claims_of(handoff) == claims
-    own = message is None or message.attempt == scene.grant.attempt
-    if own and refused.keys() & {"undecodable", "malformed"}:
-        mine.over = True  # if it was not before
+    if mine.speaks and due in ("undecodable", "malformed"):
+        mine.over = True
     else:
         assert all_but_drops(scene) == held

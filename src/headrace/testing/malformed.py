@@ -6,7 +6,8 @@ anything, and whatever else it holds must come out as if the case had not been.
 
 To bring a case from a real source: grant the attempt, send all payloads while the owner is not
 turning (else it may publish between two of them), and let the engine return. In cases of the kind
-`corrupt` let it first wait to be cancelled; in those that do not end the attempt (`verdict` is not
+`corrupt` let it first wait to be cancelled; in those that complete the attempt let it fill its slot
+before, in silence, and return at once; in all others that do not end the attempt (`verdict` is not
 "fails") let it prefill as ever. A source that was not cancelled has last words of its own, which
 may be counted beside those of the case as `late` or `stale`.
 """
@@ -23,6 +24,7 @@ from headrace.geometry import MAX_EXTENT
 from headrace.ids import Span
 from headrace.messages import Cancel, Down, Message, Prefill, Shutdown, Token, Withdraw, encode
 from headrace.plan import Plan
+from headrace.protocol.commands import Cause
 from headrace.testing import malformed_speech as speech
 from headrace.testing.malformed_bytes import integers, may_be_negative, replaced, to_array
 from headrace.testing.malformed_bytes import undecodable as undecodable_payloads
@@ -52,13 +54,25 @@ class Case:
 
     verdict: "fails" = the attempt fails, once; "dropped" = nothing changes; "taken" = odd and
     legal, the attempt goes on. counted: the counters of dropped messages that go up by one each, in
-    order; one that is named twice goes up by two.
+    order; one that is named twice goes up by two. completes: the packets before the last tell the
+    whole attempt, its return included.
     """
 
     name: str
     payloads: tuple[bytes, ...]
     verdict: Verdict
     counted: tuple[str, ...]
+    completes: bool = False
+
+    @property
+    def cause(self) -> Cause | None:
+        """Why the attempt fails, if it does."""
+        if self.verdict != "fails":
+            return None
+        if self.kind == "corrupt":
+            return Cause.CORRUPT
+        wrong = {"malformed", "undecodable"}.intersection(self.counted)
+        return Cause.MALFORMED if wrong else Cause.SOURCE_FAILED
 
     @property
     def kind(self) -> str:
@@ -94,6 +108,7 @@ def cases(
         yield Case(name, (payload,), "fails", ("undecodable",))
     yield from _cases(speech.geometry(voice), "fails", "malformed")
     yield from _cases(speech.order(voice), "fails", "malformed")
+    yield from _completed(voice)
     yield from _cases(speech.bounds(voice), "fails", "malformed")
     yield from _cases(speech.ended(voice), "fails")
     yield from _cases(speech.corrupt(voice), "fails")
@@ -110,6 +125,19 @@ def cases(
 def _cases(told: Told, verdict: Verdict, *counted: str) -> Iterator[Case]:
     for name, messages in told:
         yield Case(name, tuple(map(encode, messages)), verdict, counted)
+
+
+def _completed(voice: Voice) -> Iterator[Case]:
+    """What is said once the lease was given back: dropped, whatever it is."""
+    for told, counter in (
+        (speech.completed_then_late(voice), "late"),
+        (speech.completed_then_stale(voice), "stale"),
+    ):
+        for name, messages in told:
+            yield Case(name, tuple(map(encode, messages)), "dropped", (counter,), completes=True)
+    payloads = (*map(encode, speech.completed(voice)), b"\xc1")
+    name = "order: no message after the release"
+    yield Case(name, payloads, "dropped", ("undecodable",), completes=True)
 
 
 def _sizes(voice: Voice, samples: Sequence[AttemptMessage]) -> Iterator[Case]:

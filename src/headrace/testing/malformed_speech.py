@@ -61,6 +61,11 @@ class Voice:
     def identity(self) -> Identity:
         return self.prefill.attempt, self.prefill.slot, self.prefill.generation
 
+    @property
+    def other_first(self) -> Literal["logits", "token"]:
+        """The form of final that the source's manifest has not."""
+        return "token" if self.first == "logits" else "logits"
+
     def progress(self, *spans: Span, digests: tuple[int, ...] | None = None) -> Progress:
         stamps = digests if digests is not None else (0,) * len(spans) * self.prefill.digest
         return Progress(*self.identity, spans, stamps, 0, 0)
@@ -163,15 +168,41 @@ def order(voice: Voice) -> Told:
     yield "order: a second final", (whole, final, final)
     yield "order: a word after the final", (whole, final, voice.computing())
     yield "order: a failure after the final", (whole, final, voice.failed())
-    done = (whole, final, voice.released())
-    yield "order: released twice", (*done, voice.released())
-    yield "order: cells after the release", (*done, voice.progress(voice.cell))
-    yield "order: a second final after the release", (*done, final)
-    yield "order: a word after the release", (*done, voice.computing())
-    yield "order: a failure after the release", (*done, voice.failed())
-    other: Literal["logits", "token"] = "token" if voice.first == "logits" else "logits"
+    other = voice.other_first
     yield f"first: a {other} that the manifest has not", (whole, voice.final(first=other))
     yield "first: a token before any cell", (voice.final(first="token", token=1),)
+
+
+def completed_then_late(voice: Voice) -> Told:
+    """All is told and the lease given back: what is said of it afterwards is nobody's any more."""
+    for name, message in _last_words(voice):
+        yield f"order: {name} after the release", (*completed(voice), message)
+    whole, other = voice.progress(voice.whole), voice.other_first
+    yield "order: all cells again after the release", (*completed(voice), whole)
+    wrong = voice.final(first=other)
+    yield (
+        f"order: a {other} that the manifest has not after the release",
+        (
+            *completed(voice),
+            wrong,
+        ),
+    )
+
+
+def completed_then_stale(voice: Voice) -> Told:
+    attempt, slot, generation = voice.identity
+    for name, message in _last_words(voice):
+        for lease, its in {
+            "the next slot": (slot + 1, generation),
+            "the next generation": (slot, generation + 1),
+        }.items():
+            wrong = _of(message, attempt, *its)
+            yield f"order: {name} of {lease} after the release", (*completed(voice), wrong)
+
+
+def completed(voice: Voice) -> tuple[AttemptMessage, ...]:
+    """A whole attempt, as it should be told."""
+    return voice.progress(voice.whole), voice.final(), voice.released()
 
 
 def bounds(voice: Voice) -> Told:
@@ -224,7 +255,7 @@ def ended_then_stale(voice: Voice) -> Told:
     yield "end: a failure, and then released twice", (*done, voice.released())
 
 
-def _last_words(voice: Voice) -> Iterator[tuple[str, FromSource]]:
+def _last_words(voice: Voice) -> Iterator[tuple[str, AttemptMessage]]:
     yield "cells", voice.progress(voice.cell)
     yield "a final", voice.final()
     yield "a word", voice.computing()

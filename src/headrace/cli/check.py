@@ -1,0 +1,221 @@
+"""`headrace check`: does this source and this decoder keep the rules, here, on these devices."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headrace.backends.load import check_name
+from headrace.cli.arguments import check_count
+from headrace.engine.text import max_positions_of
+from headrace.errors import Refused
+from headrace.runtime.log import configure
+
+INTERRUPTED = 130
+QUICK_CONTEXT, CONTEXT = 128, 1088
+TAKE_A_MODEL = ("torch", "cpu")
+NO_MODEL = ("replay", "null")
+REPLAYED = {"layers": 6, "heads": 2, "head_dim": 8, "window": 16, "full_every": 3}
+"""What replay imitates where no decoder says: small, with full and sliding layers."""
+
+_STYLES = {"ok": "green", "failed": "bold red", "skipped": "dim", "not run": "yellow"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """The options of `headrace check`."""
+
+    source: str
+    "torch, replay or module:factory."
+    decoder: str
+    "cpu, null or module:factory."
+    model: str | None = None
+    "A built-in model, a directory, a GGUF file or a hub id."
+    quick: bool = False
+    "Fewer lengths, cuts and moments."
+    report: Path | None = None
+    "Write report.json and report.md into this directory."
+    only: tuple[str, ...] = ()
+    "Run this case; may be given more than once."
+    repeat: int = 1
+    "Run the cases this often, with another seed each time."
+    seed: int = 0
+    "Of the prompts and of random bytes."
+    share_device: bool = False
+    "Go on although another process uses the device."
+    context: int | None = None
+    "Positions that a lane and a slot hold; by default 1088, or 128 with --quick."
+    dtype: str = "float32"
+    "The weights' and the cache's dtype."
+    threads: int = 1
+    "torch threads of each process."
+    source_python: str | None = None
+    "The interpreter of the source's own environment."
+    source_options: str = "{}"
+    "More options of the source, as a JSON object."
+    decoder_options: str = "{}"
+    "More options of the decoder, as a JSON object."
+
+
+def check(options: Annotated[CheckOptions, Parameter(name="*")]) -> int:
+    """Check a source and a decoder together: real processes, real devices, and faults on command.
+
+    Exits 0 if every case holds, 1 if one failed, 2 for a mistake.
+    """
+    _check(options)
+    # Nothing that is shipped for use may import the tests' package; only this command runs it.
+    runner = importlib.import_module("headrace.testing.pair.runner")
+    writer = importlib.import_module("headrace.testing.pair.report")
+    configure("error")  # what is warned of here was ordered
+    console = Console(highlight=False)
+    attributes = _attributes(options)
+    asked = _asked(options, attributes["context"])
+
+    def finish(report: dict[str, Any]) -> None:
+        if options.report is not None:
+            writer.write(report | {"asked": asked}, options.report)
+        _print(console, report, options)
+
+    with console.status("opening the pair") as status:
+
+        def told(what: str, case: dict[str, Any]) -> None:
+            status.update(f"{case['case']}: {case['proves']}" if what == "begin" else "")
+
+        report: dict[str, Any] = runner.run(
+            attributes, only=options.only, repeat=options.repeat, told=told, hung=finish
+        )
+    finish(report)
+    if report.get("interrupted"):
+        return INTERRUPTED
+    return 0 if report["passed"] else 1
+
+
+def _check(options: CheckOptions) -> None:
+    check_name("source", options.source)
+    check_name("decoder", options.decoder)
+    check_count("--repeat", options.repeat)
+    check_count("--threads", options.threads)
+    check_count("--seed", options.seed, least=0)
+    if options.context is not None:
+        check_count("--context", options.context, least=2)
+    takes = [name for name in (options.source, options.decoder) if name in TAKE_A_MODEL]
+    if options.model is None and takes:
+        raise Refused(f"{takes[0]} needs --model; `headrace models list` shows what is built in")
+    if options.model is not None and {options.source, options.decoder} <= set(NO_MODEL):
+        raise Refused("replay and null take no model; leave --model out")
+    _check_directory(options.report)
+
+
+def _check_directory(path: Path | None) -> None:
+    """Refuse a directory that could not be written, before the minutes whose result it holds."""
+    if path is None:
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / ".headrace").touch()
+        (path / ".headrace").unlink()
+    except OSError as exc:
+        raise Refused(f"--report: {path} cannot be written: {exc.strerror}") from exc
+
+
+def _attributes(options: CheckOptions) -> dict[str, Any]:
+    """The attributes of the suite."""
+    model: dict[str, Any] = {}
+    context = options.context or (QUICK_CONTEXT if options.quick else CONTEXT)
+    if options.model is not None:
+        from headrace.engine.models import resolve
+
+        directory = resolve(options.model)
+        if options.context is None:
+            context = min(context, _longest(directory))
+        model = {"model": str(directory), "dtype": options.dtype, "threads": options.threads}
+    source = dict(model)
+    if options.source == "replay":
+        source = dict(REPLAYED) if options.decoder == "null" else {}
+    decoder = {} if options.decoder == "null" else dict(model)
+    return {
+        "source": options.source,
+        "source_options": source | _json_object("--source-options", options.source_options),
+        "source_python": options.source_python,
+        "decoder": options.decoder,
+        "decoder_options": decoder | _json_object("--decoder-options", options.decoder_options),
+        "context": context,
+        "quick": options.quick,
+        "seed": options.seed,
+        "share_device": options.share_device,
+    }
+
+
+def _longest(directory: Path) -> int:
+    """The most positions that a model holds."""
+    try:
+        return max_positions_of(directory)
+    except (OSError, AttributeError, TypeError, ValueError) as exc:
+        path = directory / "config.json"
+        raise Refused(f"{path} cannot be used ({exc}); save the model there again") from exc
+
+
+def _asked(options: CheckOptions, context: int) -> dict[str, Any]:
+    """What was asked for, in the user's words, as the report tells it."""
+    kept = ("source", "decoder", "model", "quick", "seed", "dtype", "threads", "repeat")
+    return {
+        **{name: getattr(options, name) for name in kept},
+        "source_options": _json_object("--source-options", options.source_options),
+        "decoder_options": _json_object("--decoder-options", options.decoder_options),
+        "only": list(options.only),
+        "context": context,
+        "command": _command(options),
+    }
+
+
+def _command(options: CheckOptions) -> str:
+    """The command line that does the same again."""
+    words = ["headrace", "check"]
+    default = CheckOptions(source="", decoder="")
+    for name in CheckOptions.__dataclass_fields__:
+        value = getattr(options, name)
+        if value == getattr(default, name) or name == "report":
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        else:
+            for each in value if isinstance(value, tuple) else (value,):
+                words += [flag, str(each)]
+    return shlex.join(words)
+
+
+def _json_object(flag: str, text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError as exc:
+        raise Refused(f"{flag} is not a JSON object: {exc}") from exc
+
+
+def _print(console: Console, report: dict[str, Any], options: CheckOptions) -> None:
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("case", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
+    table.add_column("note")
+    for case in report["cases"]:
+        note = case["note"] or case["proves"]
+        name = case["case"] + (f" ({case['round'] + 1})" if options.repeat > 1 else "")
+        result = Text(case["result"], style=_STYLES.get(case["result"], ""))
+        table.add_row(name, result, f"{case['seconds']:.1f}", Text(note))
+    console.print(table)
+    style = "bold green" if report["passed"] else "bold red"
+    verdict = f"{options.source} -> {options.decoder}: {report['verdict']}"
+    console.print(Text(f"{verdict} in {report['seconds']:.1f} s", style=style), soft_wrap=True)
+    if options.report is not None:
+        console.print(f"report.json and report.md are in {options.report}", soft_wrap=True)

@@ -1,0 +1,89 @@
+"""The pairs that headrace ships, by the suite that it ships: real processes, quick."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from headrace.backends.base import Decoder
+from headrace.geometry import Manifest
+from headrace.testing.conformance import PairConformance
+from headrace.testing.pair.cases import CASES
+from headrace.testing.pair.leftovers import nothing_more
+from tests.docs.reading import ROOT, blocks
+from tests.e2e.families import directory_of
+
+BACKENDS = ROOT / "docs" / "add-a-backend.md"
+HYBRID = {"layers": 6, "heads": 2, "head_dim": 8, "window": 16, "full_every": 3}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_class_leaves_anything() -> Iterator[None]:
+    """A class keeps its pair from test to test, and ends it with its last one."""
+    with nothing_more("a class"):
+        yield
+
+
+class TestReplayNull(PairConformance):
+    source = "replay"
+    source_options: ClassVar[Mapping[str, Any]] = HYBRID
+    decoder = "null"
+    quick = True
+
+
+class TestReplayTokenMajorNullOneLane(TestReplayNull):
+    source_options: ClassVar[Mapping[str, Any]] = {**HYBRID, "layout": "token_major"}
+    lanes = 1
+
+
+class TestReplayCpu(PairConformance):
+    """Replay in the geometry of a tiny hybrid model, whose decoder really decodes."""
+
+    source = "replay"
+    decoder = "cpu"
+    family: ClassVar[str] = "gemma3"
+    dtype: ClassVar[str] = "float32"
+    quick = True
+
+    def make_decoder(self, source: Manifest | None) -> Decoder:
+        cpu_backend = pytest.importorskip("headrace.backends.cpu")
+        options = {
+            "model": str(directory_of(self.family)),
+            "dtype": self.dtype,
+            "lanes": self.lanes,
+            "context": self.context,
+        }
+        decoder: Decoder = cpu_backend.open(options)
+        return decoder
+
+
+class TestReplayCpuOneLane(TestReplayCpu):
+    family = "llama"
+    dtype = "bfloat16"
+    lanes = 1
+
+
+def test_the_worked_pair_conforms(tmp_path: Path) -> None:
+    """The page's own engine, decoder and subclass, as written there."""
+    (suite,) = (block for block in blocks(BACKENDS) if "PairConformance" in block.code)
+    for block in blocks(BACKENDS):
+        if block.file is not None and not block.file.startswith("test_"):
+            (tmp_path / block.file).write_text(block.code)
+    (tmp_path / "test_worked.py").write_text(suite.code)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(CASES) - 1} passed, 1 skipped" in done.stdout  # it takes no prefill chunk
