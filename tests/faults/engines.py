@@ -22,7 +22,7 @@ import headrace.protocol.source
 from headrace.backends.base import PrefillSink
 from headrace.backends.replay import ReplayEngine
 from headrace.backends.replay import open as open_replay
-from headrace.errors import LocalProtocolError
+from headrace.errors import Cancelled, LocalProtocolError
 from headrace.geometry import Manifest
 from headrace.ids import AttemptId, Span
 from headrace.messages import (
@@ -174,6 +174,17 @@ def _deaf(rogue: Rogue) -> None:
 def _die_after_final(rogue: Rogue) -> None:
     rogue.behave()
     os._exit(3)
+
+
+def _run_on(rogue: Rogue) -> None:
+    """Give the lease back and compute on, deaf to every error of the sink."""
+    rogue.send(Released(*rogue.identity))
+    readable = select.poll()
+    readable.register(rogue.channel.fileno(), select.POLLIN)
+    while True:
+        readable.poll()
+        with suppress(Cancelled, LocalProtocolError):
+            rogue.sink.check()
 
 
 def _nan(rogue: Rogue) -> None:
@@ -367,6 +378,8 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "hangs up": _hang_up,
     "dies after the final": _die_after_final,
     "deaf": _deaf,
+    # That which ends it once the next attempt is granted.
+    "runs on": _run_on,
 }
 TOKEN_OF = {name: 1000 + at for at, name in enumerate(BEHAVIOURS)}
 BY_TOKEN = {token: name for name, token in TOKEN_OF.items()}

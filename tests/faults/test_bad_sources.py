@@ -12,6 +12,8 @@ import pytest
 from headrace.errors import Refused
 from headrace.ids import AttemptId
 from headrace.messages import FromSource, Released
+from headrace.runtime.source_main import UNQUIET_STATUS
+from headrace.runtime.supervisor import RestartPolicy
 from headrace.runtime.worker import MESSAGES_PER_ATTEMPT
 from tests.faults.engines import BEHAVIOURS, TOKEN_OF
 from tests.faults.lab import CONTEXT, GEOMETRY, LAYERS, Lab, prompt
@@ -20,7 +22,10 @@ ROGUE = "tests.faults.engines:open_rogue"
 OPTIONS = {**GEOMETRY, "vocab_size": 2000}
 HARMLESS = ("stale", "handshake again")
 FATAL = ("exits", "aborts", "hangs up", "dies after the final")
-OTHERS = ("after the final", "nan", "late write", "deaf", "floods", "wild clock", "a case")
+OTHERS = (
+    *("after the final", "nan", "late write", "deaf", "floods", "wild clock", "a case"),
+    "runs on",
+)
 HARMFUL = [name for name in BEHAVIOURS if name not in (*HARMLESS, *FATAL, *OTHERS)]
 
 REASONS = {
@@ -123,6 +128,50 @@ def test_a_source_that_ends_itself(own: Lab, name: str) -> None:
     own.settle()
     own.attach()
     own.serve_exact(5)
+
+
+def test_an_engine_that_gives_its_lease_back_and_runs_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The next grant ends its source, long before any deadline: that proves the slots quiet."""
+    with Lab(tmp_path, lanes=3, engine=ROGUE, options=OPTIONS) as lab:
+        capfd.readouterr()
+        begun_s = time.monotonic()
+        broken = lab.submit(bad("runs on"))
+        lab.until_done(broken)
+        assert (broken.outcome, broken.cause) == ("failed", "source-failed")
+        assert not lab.handle.died()
+        following = lab.submit(prompt(2))
+        lab.until_done(following)
+        assert (following.outcome, following.cause) == ("failed", "source-died")
+        assert f"exit status {UNQUIET_STATUS}" in following.reason
+        assert time.monotonic() - begun_s < 2.0
+        (line,) = capfd.readouterr().err.splitlines()
+        granted, running = (AttemptId(*r.request, 1) for r in (following, broken))
+        assert f"attempt {granted} was granted while the engine of attempt {running}" in line
+        lab.settle()
+        lab.attach()
+        lab.serve_exact(5)
+
+
+def test_who_follows_one_that_runs_on_is_served_by_the_next_source(tmp_path: Path) -> None:
+    """All who may be tried again; they came before the lease was given back."""
+    policy = RestartPolicy(first_delay_s=0.01)
+    with Lab(tmp_path, lanes=2, engine=ROGUE, options=OPTIONS, restart=policy) as lab:
+        broken = lab.submit(bad("runs on"))
+        following = {
+            seed: lab.submit(prompt(seed), hold=True, on_failure="retry") for seed in (2, 3)
+        }
+        lab.until_done(broken)
+        assert broken.cause == "source-failed"
+        for seed, request in following.items():
+            lab.until_done(request)
+            lab.assert_exact(request, prompt(seed))
+            lab.owner.release(request)
+        assert [len(r.attempts) for r in following.values()] == [1, 0]
+        assert f"exit status {UNQUIET_STATUS}" in following[2].attempts[0]
+        assert lab.counts("restarts")["restarted"] == 1
+        lab.settle()
 
 
 def test_messages_before_the_death_still_count(own: Lab) -> None:

@@ -167,7 +167,7 @@ def test_every_route_publishes_the_same(geometry: Geometry) -> None:
     with planted(None):
         for cut in ROUTES:
             asked = {f"c{at}": (0, 0, n - 1, *cut) for at, n in enumerate((1, 5, CONTEXT))}
-            setting = (number, 2, 0, 2, *(0,) * 9, 2)
+            setting = (number, 3, 0, 3, *(0,) * 9, 2)
             lab = Lab(Choices(recorded={"s": setting, **asked}))
             lab.run()
             assert dict(lab.outcomes) == {"published": 3}

@@ -232,6 +232,8 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
     def _flush(self, count: int, now_ns: int) -> list[Progress]:
         """The messages of the first `count` held spans; what is left waits for a full message."""
         out = []
+        if any(map(self.plan.span_nbytes, self._held[:count])):  # others hold no deadline off
+            self._last_word_ns = now_ns
         for at in range(0, count, MAX_SPANS):
             stop = min(at + MAX_SPANS, count)
             out.append(
@@ -247,8 +249,6 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
             )
         del self._held[:count], self._digests[:count]
         self._num_sent += len(out)
-        if out:
-            self._last_word_ns = now_ns
         if out and not self._held:
             self._begun_ns = now_ns
         return out

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -47,6 +47,9 @@ from headrace.runtime.sink import SlotSink
 
 SourceChannel = Channel[FromSource, ToSource]
 
+UNQUIET_STATUS = 70
+"""Exit status of a source whose lease was given back while its engine computes on."""
+
 
 class SourceProcess:
     """Serves prefills, one at a time, until its owner is gone or says so."""
@@ -56,7 +59,6 @@ class SourceProcess:
         self._engine = engine
         self._shutdown = False
         self._attempt: SourceAttempt | None = None
-        self._granted: Prefill | None = None  # while an engine ran whose lease was given back
 
     def serve(self) -> None:
         """Shake hands, then serve; returns at `Shutdown`. Raises PeerDied if the owner is gone."""
@@ -110,20 +112,20 @@ class SourceProcess:
     def _poll(self) -> None:
         """Take in what came while an engine runs: a cancel of its attempt, or the end.
 
-        A grant is kept, and what comes behind it left unread until it is served: an engine that
-        gives its lease back and runs on must not swallow the next attempt.
+        A grant comes here only if stray code gave the lease back and the engine computes on, who
+        knows where to. Its owner takes the slot for quiet, which only this process's end makes
+        true; and that must not depend on an engine, which may swallow what is raised.
         """
-        while self._granted is None:
+        while True:
             try:
                 message, _ = self._channel.receive()
             except WouldBlock:
                 return
+            attempt = self._attempt
             if isinstance(message, Prefill):
-                self._granted = message
-                return
+                _end_unquiet(message, attempt)
             if isinstance(message, Shutdown):
                 self._shutdown = True
-            attempt = self._attempt
             withdrawn = isinstance(message, Cancel) and (
                 attempt is not None and message.attempt == attempt.prefill.attempt
             )
@@ -131,9 +133,6 @@ class SourceProcess:
                 attempt.cancel()
 
     def _next(self) -> tuple[ToSource, list[int]]:
-        if self._granted is not None:
-            granted, self._granted = self._granted, None
-            return granted, []
         while True:
             try:
                 return self._channel.receive()
@@ -141,8 +140,23 @@ class SourceProcess:
                 self._channel.wait_readable(3600.0)
 
 
+def _end_unquiet(granted: Prefill, running: SourceAttempt | None) -> NoReturn:
+    engine = "an engine" if running is None else f"the engine of attempt {running.prefill.attempt}"
+    line = (
+        f"headrace: attempt {granted.attempt} was granted while {engine} still computes: its lease "
+        "was given back too early, and this process ends\n"
+    )
+    try:
+        os.write(2, line.encode())
+    finally:
+        os._exit(UNQUIET_STATUS)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 orderly, 1 refused or failed; the reason was told to the owner."""
+    """Exit status: 0 orderly, 1 refused or failed; the reason was told to the owner.
+
+    UNQUIET_STATUS: see there; the reason is on standard error.
+    """
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the owner decides
     parser = argparse.ArgumentParser(prog="headrace.runtime.source_main")

@@ -181,7 +181,7 @@ source: an engine at work says so after the end
     self.check_running() => pass
 [SourceAttempt._flush]
 source: spans that are held count as a word
-    if out:\n        self._last_word_ns = now_ns => self._last_word_ns = now_ns
+    self.plan.span_nbytes, self._held[:count] => self.plan.span_nbytes, self._held
 source: spans that are told do not count as a word
     self._last_word_ns = now_ns => pass
 [SourceAttempt.start]

@@ -298,7 +298,7 @@ def _check_sent(call: Call, sent: list[Sent], facts: _Facts) -> None:
             rule(set(rest) <= {Computing}, "sent", rest)
         case _:
             rule(not rest, call.name, "sent", rest)
-    facts.word_ns = facts.now_ns if sent else facts.word_ns
+    facts.word_ns = facts.now_ns if sent else facts.word_ns  # every span of this walk has cells
     rule(facts.num_sent <= MAX_PROGRESS - 2, facts.num_sent, "progress messages")
     held = len(facts.committed) - facts.num_told
     rule(held < MAX_SPANS or facts.room <= 1, held, "spans are held, enough for a message")

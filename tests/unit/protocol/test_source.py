@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from headrace.errors import Cancelled, HeadraceError, LocalProtocolError
-from headrace.geometry import Emission
+from headrace.geometry import Emission, Full, Sliding
 from headrace.ids import Span
 from headrace.messages import (
     MAX_PROGRESS,
@@ -289,6 +289,14 @@ def test_what_is_told_is_a_word_too() -> None:
     assert attempt.commit([Span(0, 1, 0, N)], [], 20)
     assert attempt.computing(20 + HEARTBEAT_NS - 1) == []
     assert attempt.computing(20 + HEARTBEAT_NS) == [Computing(A, 0, 0)]
+
+
+def test_spans_without_cells_are_no_word_since_they_hold_no_deadline_off() -> None:
+    plan = make_plan(N, Full(), Sliding(1, 0), Full())
+    attempt = SourceAttempt(grant(N), plan)
+    attempt.start(10)
+    assert attempt.commit([Span(1, 2, 0, N)], [], 20)
+    assert attempt.computing(10 + HEARTBEAT_NS) == [Computing(A, 0, 0)]
 
 
 def test_spans_that_are_held_are_no_word() -> None:

@@ -39,7 +39,7 @@ def forged(stream: Stream, message: FromSource, grants: Sequence[Identity]) -> b
     """The bytes of `message` with one thing wrong."""
     fields = msgspec.to_builtins(message)
     tag, identity, rest = fields[0], fields[1:4], fields[4:]
-    match stream.below(7):
+    match stream.below(10):
         case 0:
             identity[2] = stream.pick((identity[2] + 1, max(0, identity[2] - 1), *_HUGE))
         case 1:

@@ -111,9 +111,9 @@ class Setting:
 def draw_setting(stream: Stream, caller: list[Stream]) -> Setting:
     """A setting from `stream`, and each request from its `caller`."""
     geometry = stream.pick(GEOMETRIES)
-    lanes = stream.pick((1, 2, 3))
-    slots = tuple(stream.pick((1, 2, 3)) for _ in range(stream.pick((1, 1, 2, 3))))
-    depth = stream.pick((0, 1, 2))
+    lanes = stream.pick((1, 1, 2, 3))
+    slots = tuple(stream.pick((1, 2, 2, 3)) for _ in range(stream.pick((1, 1, 2, 3))))
+    depth = stream.pick((0, 1, 1, 2))
     tiny = Tiny(
         "lab",
         (),
@@ -170,7 +170,7 @@ def draw_request(stream: Stream, geometry: Geometry, local: bool) -> Asked:
         attempts=stream.pick((1, 2, 3)),
         local=bool(stream.below(2)) and local,
         deadline_ns=stream.pick((*(None,) * 12, 40 * S, 4 * S, 60 * MS)),
-        decode_ns=stream.pick((0, 20 * MS, 2 * S)),
+        decode_ns=stream.pick((0, 20 * MS, 2 * S, 20 * S)),
         cancel_at=stream.below(24) if cancel in ("at", "outrun") else None,
         outrun=cancel == "outrun",
         cancel_after_ns=stream.pick((1 * MS, 900 * MS, 25 * S)) if cancel == "after" else None,

@@ -14,9 +14,10 @@ from headrace.testing.conformance_engine import require
 from headrace.testing.faulty import WORD
 from headrace.testing.malformed import Case, cases
 from headrace.testing.pair.exactness import ExactnessCases
+from headrace.testing.pair.gate import Gate
 from headrace.testing.pair.neighbours import Neighbours
 from headrace.testing.pair.stand import Stand
-from headrace.testing.pair.strays import HARMFUL, HARMLESS, LATE
+from headrace.testing.pair.strays import HARMFUL, HARMLESS, LATE, UNQUIET
 from headrace.testing.pair.suite import case
 from headrace.testing.sinks import ask
 
@@ -29,7 +30,6 @@ QUICK = (
     "another slot",
     "the next generation",
     "a final with cells missing",
-    "the lease given back before the final",
     "positions up to 2^31",
     "positions up to 2^32",
     "positions up to 2^63",
@@ -54,8 +54,11 @@ class MalformedCases(ExactnessCases):
     def test_malformed_progress(self) -> None:
         """Wrong, torn or random messages fail their own attempt, and nothing beside or after it."""
         self._each_fails(QUICK if self.quick else tuple(HARMFUL))
-        with self.step("the lease given back by an engine that runs on") as measured:
-            self._runs_on(measured)
+        for fault in UNQUIET:
+            with self.step(fault) as measured:
+                self._unquiet(fault, measured, grant=False)
+            with self.step(f"{fault}, and another granted meanwhile") as measured:
+                self._unquiet(fault, measured, grant=True)
 
     @case
     def test_malformed_words(self) -> None:
@@ -184,28 +187,51 @@ class MalformedCases(ExactnessCases):
             gate.wait(2, self.within_s)  # and the owner has no turn meanwhile
             gate.open()
             stand.until_done(victim)
+            self._until_returned(stand, gate)
         wanted = "failed" if word.verdict == "fails" else "finished"
         counted = word.verdict != "dropped" or stand.num_dropped() > refused
         if victim.outcome == wanted and counted and "StopIteration" not in victim.reason:
             return []
         return [f"{word.name}: {victim.outcome} {victim.reason}"]
 
-    def _runs_on(self, measured: dict[str, Any]) -> None:
-        """The next attempt is granted while the engine still works on the one that it gave up."""
+    def _unquiet(self, fault: str, measured: dict[str, Any], *, grant: bool) -> None:
+        """The lease is given back by an engine that computes on; `grant`: and is granted another.
+
+        Only its end makes true that its slot is quiet: the source may end itself, and take the one
+        that it was granted with it.
+        """
         stand = self.stand()
-        fault, after_tokens = "the lease given back before the final", self.pair.prompt(NEXT_TOKENS)
+        after_tokens = self.pair.prompt(NEXT_TOKENS, seed=7)
         stand.reference(after_tokens)
-        tokens, at = self._faulty_tokens(fault), self._num_commits
+        tokens, at = self._faulty_tokens(fault), self._second
         order: dict[str, Any] = {"fault": fault, "point": "commit", "number": at}
         with stand.ordering(tokens, deaf=True, **order) as gate:
             victim = stand.submit(tokens)
             stand.allow_until(gate, victim, "commit", at)
             gate.allow()
             measured["error_s"] = self.refused_within(victim, stand, self.within_s)
-            after = stand.submit(after_tokens)
-            stand.owner.turn(0.0)
-        stand.until_done(after)
-        stand.check_exact(after, after_tokens, "the next request")
+            if grant:
+                after = stand.submit(after_tokens)
+                stand.owner.turn(0.0)
+            gate.open()
+            self._until_returned(stand, gate)
+            if not grant:
+                after = stand.submit(after_tokens)
+            stand.until_done(after)
+        measured |= {"next": after.outcome, "cause": after.cause}
+        if grant and after.cause == "source-died":
+            stand.attach()
+            stand.check_next()
+        else:
+            stand.check_exact(after, after_tokens, "the next request")
+
+    def _until_returned(self, stand: Stand, gate: Gate) -> None:
+        """The engine is through with an ordered prompt, or its process has ended."""
+        source = stand.source
+        stand.until(
+            lambda: gate.count("return") + gate.count("cancelled") > 0 or source.died(),
+            "the engine returns",
+        )
 
     def _stand_in_use(self) -> Stand:
         """The stand with its neighbours on it, which is not at rest."""
@@ -216,7 +242,7 @@ class MalformedCases(ExactnessCases):
         tokens = self._faulty_tokens(fault)
         order: dict[str, Any] = {"fault": fault, "point": "final"}
         if fault != "no final":
-            order |= {"point": "commit", "number": self._num_commits}
+            order |= {"point": "commit", "number": self._second}
         with stand.ordering(tokens, gated=False, seed=self.seed, **order) as gate:
             request = stand.submit(tokens)
             stand.until(lambda: request.done or bool(gate.events), "it began")
@@ -226,7 +252,7 @@ class MalformedCases(ExactnessCases):
         return self.pair.prompt(VICTIM_TOKENS, seed=2000 + sum(fault.encode()))
 
     @property
-    def _num_commits(self) -> int:
+    def _second(self) -> int:
         """The second span, or the only one."""
         manifest = self.pair.source_manifest
         return min(2, len(manifest.layers)) if manifest.emits else 1

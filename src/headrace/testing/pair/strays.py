@@ -182,8 +182,6 @@ _WRONG_ORDER: Final[Mapping[str, Stray]] = {
     "a final with cells missing": lambda s: [s.final()],
     "a final of the other form": _other_form,
     "a token outside the vocabulary": lambda s: [s.final(first="token", token=2**40)],
-    "the lease given back before the final": lambda s: [encode(_released(s))],
-    "the lease given back twice": lambda s: [encode(_released(s)), encode(_released(s))],
 }
 
 
@@ -233,6 +231,13 @@ HARMFUL: Final[Mapping[str, Stray]] = {
 """They fail the attempt that they come out of."""
 
 
+UNQUIET: Final[Mapping[str, Stray]] = {
+    "the lease given back before the final": lambda s: [encode(_released(s))],
+    "the lease given back twice": lambda s: [encode(_released(s)), encode(_released(s))],
+}
+"""They fail their attempt as well, and what is granted next finds the engine still at work."""
+
+
 def _of_another(bend: Callable[[AttemptId], AttemptId]) -> Stray:
     def make(scene: Scene) -> list[Packet]:
         prefill = scene.prefill
@@ -269,4 +274,4 @@ LATE: Final[Mapping[str, Stray]] = {
 }
 """What a source says once its attempt is decided: dropped and counted."""
 
-STRAYS: Final[Mapping[str, Stray]] = {**HARMFUL, **HARMLESS, **LATE}
+STRAYS: Final[Mapping[str, Stray]] = {**HARMFUL, **UNQUIET, **HARMLESS, **LATE}
