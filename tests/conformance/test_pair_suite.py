@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -190,6 +192,34 @@ def test_what_cannot_run_once_the_pair_is_gone_says_so(tmp_path: Path) -> None:
     for name in ("retry", "drain"):
         assert cases[name]["result"] == "not run"
         assert "the pair is gone: no new source" in cases[name]["note"]
+
+
+HANGS = """
+import time
+from headrace.backends.null import NullDecoder
+from headrace.testing.pair import runner
+from tests.conformance.test_pair_suite import suite_of
+
+class Hangs(NullDecoder):
+    def reserve(self, num_tokens):
+        if num_tokens > 16:
+            time.sleep(1000)
+        return super().reserve(num_tokens)
+
+runner.HANG_S = 1.0
+told = lambda report: print(report["cases"][-1]["note"], report["verdict"], flush=True)
+runner.run({}, only=["facts", "exactness"], suite=suite_of(decoder=Hangs), hung=told)
+"""
+
+
+def test_a_call_that_never_comes_back_is_told() -> None:
+    """The process ends by itself, and its sources with it."""
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "did not come back within 1 s" in done.stdout
+    assert "1 of 2 cases failed: exactness" in done.stdout
 
 
 def test_an_engine_without_logits_is_checked_as_well() -> None:

@@ -20,7 +20,7 @@ import torch
 from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from headrace.engine.host import HostMemory
-from headrace.engine.tensors import DTYPES
+from headrace.engine.tensors import dtype_of
 from headrace.errors import LocalProtocolError
 from headrace.geometry import Layer, Part, Sliding
 from headrace.plan import live_window
@@ -44,7 +44,7 @@ class LaneStorage:
     """The memory of one lane: private, touched, and never moved.
 
     Raises:
-        Refused: there is no memory for it.
+        Refused: there is no memory for it, or torch has no cache of a part's dtype.
     """
 
     def __init__(self, layers: Sequence[Layer], context: int) -> None:
@@ -210,7 +210,7 @@ def _rows_of(layer: Layer, parts: tuple[torch.Tensor, ...]) -> FullRows | Slidin
 
 
 def _part(flat: torch.Tensor, part: Part, rows: int) -> torch.Tensor:
-    return flat.view(DTYPES[part.dtype]).view(part.heads, rows, part.head_dim)
+    return flat.view(dtype_of(part)).view(part.heads, rows, part.head_dim)
 
 
 def _align(nbytes: int) -> int:

@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from headrace.engine.checkpoint import fingerprint
-from headrace.engine.tensors import DTYPES
+from headrace.engine.tensors import dtype_of
 from headrace.errors import LocalProtocolError, Refused
 from headrace.geometry import (
     Full,
@@ -86,10 +86,11 @@ def check_states(layer: Layer, keys: torch.Tensor, values: torch.Tensor, positio
 
     Raises:
         LocalProtocolError: naming the layer, the part and both shapes.
+        Refused: torch has no cache of a part's dtype.
     """
     for part, states in zip(layer.parts, (keys, values), strict=True):
         want = (1, part.heads, positions, part.head_dim)
-        if tuple(states.shape) != want or states.dtype != DTYPES[part.dtype]:
+        if tuple(states.shape) != want or states.dtype != dtype_of(part):
             raise LocalProtocolError(
                 f"{layer.name}.{part.name}: the model made {tuple(states.shape)} "
                 f"{states.dtype}, its config says {want} {part.dtype}"

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import numpy as np
 import torch
 
-from headrace.errors import LocalProtocolError
+from headrace.errors import LocalProtocolError, Refused
 from headrace.geometry import ITEMSIZE, Layout, Part
 from headrace.plan import Region
 
@@ -23,6 +23,21 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     "bfloat16": torch.bfloat16,
 }
 """The dtypes that a model can be loaded in, by their names on the wire."""
+
+
+def dtype_of(part: Part) -> torch.dtype:
+    """The dtype that a part's cells have in torch.
+
+    Raises:
+        Refused: no model can be loaded in it, though a manifest may name it.
+    """
+    if part.dtype not in DTYPES:
+        raise Refused(
+            f"part {part.name} has dtype {part.dtype!r}, which torch computes no cache in; use one "
+            f"of {sorted(DTYPES)}",
+            field=f"{part.name}.dtype",
+        )
+    return DTYPES[part.dtype]
 
 
 class Place(Protocol):
@@ -51,6 +66,7 @@ def over_region(
 
     Raises:
         LocalProtocolError: the region is not `positions` of `part`, or reaches past the buffer.
+        Refused: torch has no cache of this dtype.
     """
     check_region(region, part, positions, layout, buffer.nbytes)
     flat = np.frombuffer(buffer, dtype=np.uint8, count=_extent(region), offset=region.offset)
@@ -64,7 +80,7 @@ def over_address(
 
     This serves memory that is mapped read-only, of which numpy makes no writable array. It keeps
     nothing alive and checks no bounds: the caller has called `check_region`, holds the mapping and
-    drops the tensor before it returns.
+    drops the tensor before it returns. Raises Refused as `over_region` does.
     """
     raw = (ctypes.c_ubyte * _extent(region)).from_address(address + region.offset)
     flat = torch.from_numpy(np.frombuffer(memoryview(raw), dtype=np.uint8))
@@ -127,7 +143,7 @@ def _extent(region: Region) -> int:
 def _shaped(
     flat: torch.Tensor, region: Region, part: Part, positions: int, layout: Layout
 ) -> torch.Tensor:
-    typed = flat.view(DTYPES[part.dtype])
+    typed = flat.view(dtype_of(part))
     if layout == "head_major":
         per_head = region.stride // ITEMSIZE[part.dtype]
         shape = (part.heads, positions, part.head_dim)

@@ -157,9 +157,9 @@ class SubprocessPrefillWorker:
         return future
 
     def statistics(self) -> dict[str, int]:
-        """Counts since the start, those that run, and those that wait for the thread.
+        """Counts since the start, those that run, and what waits for the thread.
 
-        prefills: taken up; each is finished, failed or cancelled in the end. From any thread.
+        prefills: asked for; each is finished, failed or cancelled in the end. From any thread.
         """
         return {
             **self._counts,
@@ -204,6 +204,7 @@ class SubprocessPrefillWorker:
             if self._closed or not self._serving:
                 return False
             self._calls.put(call)
+            self._counts["prefills"] += isinstance(call, _Call)
             os.eventfd_write(self._wake, 1)
             return True
 
@@ -277,7 +278,6 @@ class SubprocessPrefillWorker:
                 self._fail(call.future, exc)
             else:
                 self._running[call.future] = (request, call)
-                self._counts["prefills"] += 1
 
     def _settle(self, owner: DecoderOwner) -> None:
         for future, (request, call) in list(self._running.items()):
@@ -297,12 +297,16 @@ class SubprocessPrefillWorker:
             elif future.set_running_or_notify_cancel():
                 self._counts["finished"] += 1
                 future.set_result(result)
+            else:
+                self._counts["cancelled"] += 1
 
     def _fail(self, future: Future[PrefillResult], exc: Exception) -> None:
         """Fail a Future unless its caller has cancelled it."""
         if future.set_running_or_notify_cancel():
             self._counts["failed"] += 1
             future.set_exception(exc)
+        else:
+            self._counts["cancelled"] += 1
 
 
 def _copy_out(owner: DecoderOwner, request: Request) -> PrefillResult:

@@ -260,7 +260,7 @@ class Restarts:
         self._watch.remove(handle.channel_fd)
         self._watch.remove(handle.death_fd)
         reason = line.failure or f"{handle.exit_text()} while starting"
-        handle.close(0.0)
+        handle.close(0.0, aside=True)
         if line not in self._away:  # it was given up, and is gone at last
             self._stuck.remove(handle)
             return

@@ -37,7 +37,7 @@ from headrace.ids import Span
 from headrace.messages import Prefill
 from headrace.testing import malformed
 from headrace.testing.conformance_engine import PrefillEngineConformance
-from headrace.testing.pair.occupants import refuse_occupied
+from headrace.testing.pair.occupants import device_use
 from headrace.testing.pair.strays import STRAYS, Packet, Scene
 from headrace.testing.pair.wire import Wire
 from headrace.version import VERSION
@@ -110,14 +110,14 @@ def open(options: Mapping[str, Any]) -> FaultyEngine:
         Refused: an option is wrong, or its device is in use by another.
     """
     read = read_options(options, Options, "faulty")
-    if not read.share_device:
-        refuse_occupied("source", read.engine, read.options)
+    use = device_use("source", read.engine, read.options, share=read.share_device)
     engine = open_source(read.engine, read.options)
     facts = {
         "headrace": VERSION,
         "python": platform.python_version(),
         "engine": getattr(engine, "facts", {}),
         "devices": devices(sys.modules),
+        "device_use": use,
     }
     (Path(read.control) / FACTS).write_bytes(msgspec.json.encode(facts, enc_hook=str))
     return FaultyEngine(engine, read.control)

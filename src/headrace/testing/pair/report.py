@@ -93,8 +93,8 @@ def _bounds(report: dict[str, Any]) -> Iterator[str]:
 def _side(facts: dict[str, Any]) -> str:
     layers = ", ".join(f"{count} x {what}" for what, count in facts["layers"].items())
     told = {**facts.get("facts", {}), **facts.get("engine", {})}
-    devices = facts.get("devices", [])
-    return "; ".join(part for part in (layers, _pairs(told), ", ".join(devices)) if part)
+    devices, use = facts.get("devices", []), facts.get("device_use", "")
+    return "; ".join(part for part in (layers, _pairs(told), ", ".join(devices), use) if part)
 
 
 def _pairs(values: dict[str, Any]) -> str:

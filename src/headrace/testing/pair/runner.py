@@ -24,6 +24,7 @@ from headrace.errors import DeviceError, HeadraceError, Refused
 from headrace.geometry import Manifest, kind_name
 from headrace.testing.faulty import devices
 from headrace.testing.pair.cases import CASES, PairConformance
+from headrace.testing.pair.occupants import device_use
 from headrace.testing.pair.subject import PairGone
 
 HANG_S = 1800.0
@@ -66,6 +67,8 @@ def run(
             checked.seed = attributes.get("seed", 0) + number
             _run_round(checked, methods, number, report, told, hung)
     except KeyboardInterrupt:
+        if "decoder" not in report:  # nothing was opened yet that a report could tell of
+            raise
         report["interrupted"] = True
     finally:
         closed = _close(checked)
@@ -87,7 +90,7 @@ def judge(report: dict[str, Any]) -> dict[str, Any]:
         verdict = f"{len(failed)} of {total} cases failed: {names}"
         verdict += f"; {left} were not run" if left else ""
     else:
-        verdict = f"all {counts['ok']} cases hold"
+        verdict = f"all {counts['ok']} cases hold" if counts["ok"] != 1 else "1 case holds"
         verdict += f", {counts['skipped']} do not apply" if counts["skipped"] else ""
     passed = not failed and not left and not report.get("interrupted", False)
     return {"passed": passed, "verdict": verdict}
@@ -216,8 +219,8 @@ def _git(directory: Path, *arguments: str) -> str:
 
 def _facts(suite: PairConformance) -> dict[str, Any]:
     """What is checked, on what; opens the pair."""
-    pair = suite.pair
-    caps = pair.decoder.caps
+    pair, settings = suite.pair, suite.settings
+    caps, named = pair.decoder.caps, (settings.decoder, settings.decoder_options)
     return {
         "platform": {
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -229,6 +232,7 @@ def _facts(suite: PairConformance) -> dict[str, Any]:
             "caps": msgspec.to_builtins(caps),
             "facts": dict(getattr(pair.decoder, "facts", {})),
             "devices": devices(sys.modules),
+            "device_use": device_use("decoder", *named, share=True) if settings.decoder else "",
         },
     }
 

@@ -29,7 +29,7 @@ from headrace.plan import Copy
 from headrace.runtime.worker import SourceHandle
 from headrace.testing import faulty
 from headrace.testing.pair import imitation
-from headrace.testing.pair.occupants import refuse_occupied
+from headrace.testing.pair.occupants import device_use
 
 START_TIMEOUT_S = 600.0
 FENCE_WITHIN_S = 30.0
@@ -307,8 +307,7 @@ def open_named(settings: Settings, source: Manifest | None) -> Decoder:
     Raises:
         Refused, BackendUnavailable: it cannot be had, or its device is in use by another.
     """
-    if not settings.share_device:
-        refuse_occupied("decoder", settings.decoder, settings.decoder_options)
+    device_use("decoder", settings.decoder, settings.decoder_options, share=settings.share_device)
     options = {"lanes": settings.lanes, "context": settings.context, **settings.decoder_options}
     if settings.decoder == "null" and source is not None:
         options["manifest"] = decoder_like(source)
