@@ -153,6 +153,12 @@ class Plan:
             (hi - lo) * row for (lo, hi), row in zip(self.windows, self._row_nbytes, strict=True)
         )
 
+    def by_layer(self, span: Span) -> list[Span]:
+        """The parts of a span that have cells, one layer each."""
+        layers = range(span.layer_start, span.layer_stop)
+        parts = (Span(layer, layer + 1, span.start, span.stop) for layer in layers)
+        return [part for part in parts if self.span_nbytes(part)]
+
     def whole(self) -> Span:
         """The span of all layers and all positions."""
         return Span(0, len(self.layers), 0, self.num_tokens)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,122 +13,16 @@ import pytest
 
 from headrace.backends.base import PrefillSink
 from headrace.backends.null import NullDecoder, decoder_like
-from headrace.backends.replay import ReplayEngine
-from headrace.backends.replay import open as open_replay
 from headrace.errors import Cancelled, LocalProtocolError, PeerDied, Refused
-from headrace.geometry import Manifest
-from headrace.ids import Span
+from headrace.ids import SourceId
+from headrace.messages import Failed, FromSource, Released
 from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.requests import Request, RequestOptions
 from tests.faults.failing_engines import faulty
-from tests.faults.lab import CONTEXT, GEOMETRY, LAYERS, WITHIN_S, Lab, expected_cells, prompt
+from tests.faults.lab import CONTEXT, GEOMETRY, LAYERS, Lab, expected_cells, prompt
+from tests.faults.local import LocalEngine, alone, ask, lab, pipe
 
 FAILING = "tests.faults.failing_engines:open_failing"
-
-
-class LocalEngine:
-    """The replay engine in this process; `at_layer` is called before each layer's check."""
-
-    def __init__(self, **changes: Any) -> None:
-        self._engine: ReplayEngine = open_replay({**GEOMETRY, **changes})
-        self.at_layer: Callable[[int], object] = lambda layer: None
-        self.num_layers = 0
-        self.runs = 0
-        self.closed = 0
-        self.sink: PrefillSink | None = None
-
-    def manifest(self) -> Manifest:
-        return self._engine.manifest()
-
-    def prefill_stream(self, tokens: Sequence[int], sink: PrefillSink, start: int = 0) -> None:
-        self.runs += 1
-        self.num_layers = 0
-        self.sink = sink
-        self.compute(tokens, Counting(self, sink), start)
-
-    def compute(self, tokens: Sequence[int], sink: PrefillSink, start: int) -> None:
-        self._engine.prefill_stream(tokens, sink, start)
-
-    def check_until(self, condition: Callable[[], bool]) -> None:
-        """Compute a layer for as long as it takes."""
-        deadline_s = time.monotonic() + WITHIN_S
-        assert self.sink is not None
-        while not condition():
-            assert time.monotonic() < deadline_s
-            self.sink.check()
-
-    def close(self) -> None:
-        self.closed += 1
-
-
-class Counting:
-    """The sink of a local engine; implements `PrefillSink`."""
-
-    def __init__(self, engine: LocalEngine, sink: PrefillSink) -> None:
-        self.plan = sink.plan
-        self.options = sink.options
-        self._engine = engine
-        self._sink = sink
-
-    def check(self) -> None:
-        self._engine.at_layer(self._engine.num_layers)
-        self._engine.num_layers += 1
-        self._sink.check()
-
-    def write(self, *spans: Span) -> Any:
-        return self._sink.write(*spans)
-
-    def final(self, logits: Any, *, token: int | None = None, ready_ns: int | None = None) -> None:
-        self._sink.final(logits, token=token, ready_ns=ready_ns)
-
-
-@contextmanager
-def lab(directory: Path, **changes: Any) -> Iterator[tuple[Lab, LocalEngine]]:
-    engine = LocalEngine()
-    facts: dict[str, Any] = {"lanes": 3, "slots": 2} | changes
-    with Lab(directory, local=engine, **facts) as made:
-        yield made, engine
-    assert engine.closed == 1
-
-
-@contextmanager
-def alone(engine: LocalEngine, **limits: Any) -> Iterator[DecoderOwner]:
-    """An owner without any source."""
-    decoder = NullDecoder(decoder_like(engine.manifest()), context=CONTEXT, lanes=2)
-    owner = DecoderOwner(decoder, context=CONTEXT, local=engine, **limits)
-    try:
-        yield owner
-        assert owner.drain()
-        owner.check_integrity()
-    finally:
-        owner.close()
-    assert engine.closed == 1
-
-
-def ask(**changes: Any) -> RequestOptions:
-    """Streamed, local, publish only, unless `changes` say otherwise."""
-    asked: dict[str, Any] = {"route": "streamed", "on_failure": "local", "max_tokens": 0}
-    return RequestOptions(**asked | changes)
-
-
-@contextmanager
-def pipe(owner: DecoderOwner, act: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Something that comes to the owner through a descriptor, as a router's message does."""
-    reader, writer = os.pipe()
-
-    def read_and_act() -> None:
-        os.read(reader, 1)
-        act()
-
-    owner.watch(reader, read_and_act)
-    yield lambda: _write(writer)
-    owner.unwatch(reader)
-    os.close(reader)
-    os.close(writer)
-
-
-def _write(fd: int) -> None:
-    os.write(fd, b"x")
 
 
 def serve(made: Lab, tokens: list[int], **options: Any) -> Request:
@@ -434,6 +327,58 @@ def test_an_interrupt_is_raised_and_leaves_the_owner_whole() -> None:
         after = owner.submit(prompt(2), ask())
         owner.run_until_done(after)
         assert after.outcome == "finished"
+
+
+@pytest.mark.parametrize("heard", [False, True])
+@pytest.mark.parametrize("kind", [Failed, Released])
+def test_what_an_interrupt_kept_from_being_told_is_told_by_the_next_turn(
+    monkeypatch: pytest.MonkeyPatch, kind: type[FromSource], heard: bool
+) -> None:
+    """Else its only slot would never be free; what was heard already does no harm."""
+    with alone(LocalEngine(fail_at_layer=3)) as owner:
+        take = owner._sources._take
+        interrupts = [KeyboardInterrupt()]
+
+        def interrupted(source: SourceId, message: FromSource) -> None:
+            if isinstance(message, kind) and interrupts:
+                if heard:
+                    take(source, message)
+                raise interrupts.pop()
+            take(source, message)
+
+        monkeypatch.setattr(owner._sources, "_take", interrupted)
+        request = owner.submit(prompt(1), ask())
+        with pytest.raises(KeyboardInterrupt):
+            owner.turn(1.0)
+        assert owner.next_turn_s() == 0.0
+        owner.turn(1.0)
+        assert (request.outcome, request.cause) == ("failed", "source-failed")
+        assert owner.idle
+        assert owner.next_turn_s() is None
+
+
+def test_an_error_of_the_owner_is_not_hidden_by_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gone() -> None:
+        raise PeerDied("the router is gone")
+
+    engine = LocalEngine()
+    with alone(engine) as owner, pipe(owner, gone) as trigger:
+        engine.at_layer = lambda layer: trigger() if layer == 1 else None
+        take = owner._sources._take
+        interrupts = [KeyboardInterrupt()]
+
+        def interrupted(source: SourceId, message: FromSource) -> None:
+            if isinstance(message, Released) and interrupts:
+                raise interrupts.pop()
+            take(source, message)
+
+        monkeypatch.setattr(owner._sources, "_take", interrupted)
+        owner.submit(prompt(1), ask())
+        with pytest.raises(PeerDied, match="the router is gone") as caught:
+            owner.turn(1.0)
+        assert isinstance(caught.value.__cause__, KeyboardInterrupt)
 
 
 @pytest.mark.parametrize("call", ["turn", "close", "drain"])

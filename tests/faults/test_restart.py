@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import Refused
+from headrace.errors import LocalProtocolError, Refused
 from headrace.ids import SourceId
 from headrace.runtime.requests import Request
 from headrace.runtime.supervisor import RestartPolicy
@@ -285,6 +285,22 @@ def test_a_start_that_this_process_has_no_means_for_is_tried_again(
         made.assert_exact(waiting, prompt(1))
         made.owner.release(waiting)
         made.settle()
+
+
+def test_a_bug_of_the_owners_is_no_failed_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*_: object, **__: object) -> None:
+        raise LocalProtocolError("a rule was broken")
+
+    with lab(tmp_path) as made:
+        kill(made)
+        with monkeypatch.context() as patch:
+            patch.setattr(made.owner._machine, "add_source", wrong)
+            with pytest.raises(LocalProtocolError, match="a rule was broken"):
+                until_restarted(made)
+        restarts = made.counts("restarts")
+        assert (restarts["start_failed"], restarts["ending"]) == (0, 0)
 
 
 def test_one_that_came_back_as_another_is_set_aside_at_once(tmp_path: Path) -> None:

@@ -244,8 +244,8 @@ def _one(
     try:
         result = client.result(label, show)
     except KeyboardInterrupt:
-        client.withdraw(label)
-        with suppress(OwnerFailed):  # one whose device hangs is ended by force
+        with suppress(HeadraceError):  # dead, or its device hangs: it is ended by force
+            client.withdraw(label)
             client.result(label, within_s=WITHDRAWN_WITHIN_S)
         raise
     ended = result.ended

@@ -179,7 +179,7 @@ class Books:
         """Counts: lanes, slots (all sources), hand-offs by state, sources; and since the start.
 
         dropped: messages by reason. ended: requests by cause, or `published`. retries: attempts
-        that another followed. quarantined: what is out of service, by reason.
+        that another followed. quarantined: what is out of service; for reasons see `apart`.
         """
         slots = Counter({state.name.lower(): 0 for state in SlotState})
         for source in self._sources.values():
@@ -195,7 +195,11 @@ class Books:
             "dropped": dict(self.dropped),
             "ended": dict(self.ended),
             "retries": {"count": self.num_retries},
-            "quarantined": dict(Counter(apart.reason for apart in self._apart.values())),
+            "quarantined": {
+                "attempts": len(self._apart),
+                "lanes": self._lanes_quarantined,
+                "reads": sum(len(apart.lost_reads) for apart in self._apart.values()),
+            },
         }
 
     def check_integrity(self) -> None:

@@ -7,6 +7,7 @@ when every lane is out of service, hand-offs without storage fail.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from headrace.errors import LocalProtocolError
@@ -74,7 +75,10 @@ class Grants(Endings):
             raise LocalProtocolError(f"nothing of attempt {attempt} is quarantined")
         for slot, token in apart.lost_reads:
             slot.end_read(token)
-        if apart.lane:
+        heir = next((a for a, other in self._apart.items() if not other.lane), None)
+        if apart.lane and heir is not None:  # its storage is apart too, and no lane was left for it
+            self._apart[heir] = replace(self._apart[heir], lane=True)
+        elif apart.lane:
             self._lanes_quarantined -= 1
             self._admission.lanes_free += 1
         self._admit(now_ns)

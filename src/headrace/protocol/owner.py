@@ -210,6 +210,11 @@ class Owner(Grants):
         self._commands.append(Report(attempt.request, Outcome.PUBLISHED, None, ""))
         self._admit(now_ns)
 
+    def may_publish(self, attempt: AttemptId) -> bool:
+        """Whether `Publish` still holds: its attempt may have ended since it was given."""
+        entry = self._requests.get(attempt.request)
+        return entry is not None and entry.handoff.attempt == attempt and entry.handoff.publishable
+
     def publish_refused(self, attempt: AttemptId, reason: str, now_ns: int) -> None:
         """A cell of what was to be published was never written: the storage itself is sound."""
         handoff = self._known(attempt)

@@ -89,6 +89,7 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         self._ended = False
         self._broken = ""
         self._last_word_ns = 0
+        self.stamps_layers = _spans_by_layer(prefill, plan) > 0
         self._stride = min(MAX_SPANS, -(-expected_spans(prefill, plan) // _EVEN_MESSAGES))
 
     def start(self, now_ns: int) -> None:
@@ -255,13 +256,28 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
 
 
 def expected_spans(prefill: Prefill, plan: Plan) -> int:
-    """How many spans an engine announces that cuts as it was asked to, at most."""
+    """How many spans are announced of an engine that cuts as it was asked to, at most."""
+    return _spans_by_layer(prefill, plan) or _asked_spans(prefill, plan)
+
+
+def _spans_by_layer(prefill: Prefill, plan: Plan) -> int:
+    """How many there are if each layer is stamped for itself; 0 where that is not to be."""
+    num_chunks = 1 if prefill.route == "whole" else _num_chunks(prefill, plan)
+    num_spans = num_chunks * len(plan.layers)
+    return num_spans if prefill.digest and num_spans <= MOST_SPANS else 0
+
+
+def _asked_spans(prefill: Prefill, plan: Plan) -> int:
     if prefill.route == "whole":
         return 1
-    computed = min(prefill.prefill_chunk or plan.num_tokens, plan.num_tokens)
-    moved = prefill.chunk or computed
-    num_whole, rest = divmod(plan.num_tokens, computed)
-    num_chunks = num_whole * -(-computed // moved) + -(-rest // moved)
+    num_chunks = _num_chunks(prefill, plan)
     if prefill.route == "chunked":
         return num_chunks
     return num_chunks * sum(map(len, plan.layer_groups(prefill.group_layers, prefill.emission)))
+
+
+def _num_chunks(prefill: Prefill, plan: Plan) -> int:
+    computed = min(prefill.prefill_chunk or plan.num_tokens, plan.num_tokens)
+    moved = prefill.chunk or computed
+    num_whole, rest = divmod(plan.num_tokens, computed)
+    return num_whole * -(-computed // moved) + -(-rest // moved)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from headrace.backends.base import Decoder, Entry, Fence, Reservation
+from headrace.backends.base import Decoder, Entry, Fence, Reservation, SlotView
 from headrace.errors import LocalProtocolError
 from headrace.ids import AttemptId, Span
 from headrace.messages import Interval, Measured, Progress, SourceFinal
@@ -41,6 +41,7 @@ class Active:
         self.plan: Plan | None = None
         self.callback_error = ""  # what a caller's callback raised
         self.poisoned: Fence | None = None  # of the poison in its storage, before any import
+        self.poison_slot: SlotView | None = None  # what it is copied from, until it is fenced
         self._imports: list[tuple[int, int]] = []  # (fenced at ns, bytes)
         self._nbytes_imported = 0
         self._prefill_begun_ns = 0
@@ -197,6 +198,12 @@ class Active:
         )
 
 
-def reason_of(exc: Exception) -> str:
+def reason_of(exc: BaseException) -> str:
     """What an exception says, or its kind if it says nothing."""
     return str(exc) or type(exc).__name__
+
+
+def pass_on(exc: BaseException) -> None:
+    """Raise what is no fault of the call that it came through, such as an interrupt."""
+    if not isinstance(exc, Exception):
+        raise exc

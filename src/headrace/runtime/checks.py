@@ -13,7 +13,7 @@ from headrace.messages import Prefill, Sampling
 from headrace.plan import Plan
 from headrace.protocol.books import PlanFor
 from headrace.protocol.source import MOST_SPANS, expected_spans
-from headrace.runtime.requests import RequestOptions
+from headrace.runtime.requests import MAX_DEADLINE_S, RequestOptions
 
 
 def prompt_of(tokens: Sequence[int]) -> array[int]:
@@ -101,3 +101,18 @@ def _check_sampling(sampling: Sampling) -> None:
             field="max_tokens",
         ) from exc
     check_sampling(sampling)
+
+
+def check_bounds(
+    progress_timeout_s: float, drain_timeout_s: float, chunk_nbytes: int, budget_nbytes: int | None
+) -> None:
+    """Refuse bounds of an owner that would bound nothing, by their names."""
+    for name, seconds in (
+        ("progress_timeout_s", progress_timeout_s),
+        ("drain_timeout_s", drain_timeout_s),
+    ):
+        if not 0 < seconds <= MAX_DEADLINE_S:
+            raise Refused(f"{name} is {seconds}; it is a time in seconds above 0", field=name)
+    for name, nbytes in (("chunk_nbytes", chunk_nbytes), ("budget_nbytes", budget_nbytes)):
+        if nbytes is not None and nbytes < 1:
+            raise Refused(f"{name} is {nbytes}; it is a number of bytes above 0", field=name)

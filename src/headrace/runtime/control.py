@@ -16,7 +16,14 @@ import time
 from pathlib import Path
 
 from headrace.channel import MAX_MESSAGE_NBYTES, Channel
-from headrace.errors import HeadraceError, PeerDied, Refused, RemoteProtocolError, WouldBlock
+from headrace.errors import (
+    HeadraceError,
+    LocalProtocolError,
+    PeerDied,
+    Refused,
+    RemoteProtocolError,
+    WouldBlock,
+)
 from headrace.messages import (
     FromOwner,
     Inspect,
@@ -35,6 +42,7 @@ from headrace.runtime.owner import DecoderOwner
 
 MAX_OPERATORS = 8  # connections at once; one more closes the oldest
 ANSWER_TIMEOUT_S = 60.0
+LISTEN_AGAIN_S = 1.0  # after a connection that could not be taken, as when no descriptor is left
 
 _MAX_PATH_NBYTES = 107  # what an AF_UNIX address holds
 _MAX_LINES = 256
@@ -46,11 +54,17 @@ class NoAnswer(HeadraceError):
 
 
 def answer(owner: DecoderOwner, message: Inspect | Reinstate) -> Inspected | Reinstated:
-    """Do what an operator asks, and say what came of it."""
+    """Do what an operator asks, and say what came of it.
+
+    Raises:
+        LocalProtocolError: the owner itself is at fault, which is no answer to an operator.
+    """
     if isinstance(message, Inspect):
         return inspected(owner)
     try:
         owner.reinstate(message.attempt)
+    except LocalProtocolError:
+        raise
     except HeadraceError as exc:
         return Reinstated(message.attempt, travelling_text(str(exc)))
     _log.warning("%s was reinstated by an operator: %s", message.attempt, message.because)
@@ -121,13 +135,15 @@ class ControlSocket:
         self._open: list[Channel[FromOwner, ToOwner]] = []
         self._sock: socket.socket | None = _listen(self._path)
         self._file = os.lstat(self._path)
+        self._deaf_until_ns: int | None = None  # set while it listens to nobody new
+        self._told = False  # that it was so, since the last connection
         self._closed = False
 
     def serve(self, owner: DecoderOwner) -> None:
         """Answer for `owner` in its turns, until it is closed; call it once."""
         self._owner = owner
-        if self._sock is not None:
-            owner.watch(self._sock.fileno(), lambda: self._accept(owner))
+        self._listen()
+        owner.each_turn(self._listen_again)
 
     def close(self) -> None:
         """End it and remove the file, if it is still this one's. Idempotent."""
@@ -153,17 +169,30 @@ class ControlSocket:
         if self._owner is not None and not self._owner.closed:
             self._owner.unwatch(fd)
 
+    def _listen(self) -> None:
+        owner, self._deaf_until_ns = self._owner, None
+        if owner is not None and self._sock is not None:
+            owner.watch(self._sock.fileno(), lambda: self._accept(owner))
+
+    def _listen_again(self) -> None:
+        if self._deaf_until_ns is not None and self._deaf_until_ns <= time.monotonic_ns():
+            self._listen()
+
     def _accept(self, owner: DecoderOwner) -> None:
         if self._sock is None:
             return
         try:
             sock, _ = self._sock.accept()
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionAbortedError, InterruptedError):
             return
-        except OSError as exc:  # no descriptor left: it would be readable for ever
-            _log.error("no operator is heard any more at %s: %s", self._path, exc.strerror)
-            self._stop()
+        except OSError as exc:  # no descriptor left: it would be readable in every turn
+            if not self._told:
+                _log.error("no new operator is heard at %s for now: %s", self._path, exc.strerror)
+            self._told = True
+            self._unwatch(self._sock.fileno())
+            self._deaf_until_ns = time.monotonic_ns() + int(LISTEN_AGAIN_S * 1e9)
             return
+        self._told = False
         if len(self._open) == MAX_OPERATORS:
             self._hang_up(self._open[0])
         channel: Channel[FromOwner, ToOwner] = Channel(sock, encode, decode_to_owner)
@@ -174,21 +203,37 @@ class ControlSocket:
         """One message, whose descriptors nobody asked for are closed."""
         try:
             message, descriptors = channel.receive()
-            for fd in descriptors:
-                os.close(fd)
-            if isinstance(message, Inspect | Reinstate):
-                channel.send(answer(owner, message))
-                return
         except WouldBlock:
             return
-        except (PeerDied, RemoteProtocolError):
-            pass  # gone, or no operator of ours
+        except (PeerDied, RemoteProtocolError):  # gone, or no operator of ours
+            self._hang_up(channel)
+            return
+        for fd in descriptors:
+            os.close(fd)
+        if not isinstance(message, Inspect | Reinstate):
+            self._hang_up(channel)
+            return
+        self._reply(channel, answer(owner, message))
+
+    def _reply(self, channel: Channel[FromOwner, ToOwner], reply: FromOwner) -> None:
+        try:
+            channel.send(reply)
+        except WouldBlock:
+            return
+        except PeerDied:
+            pass
+        except LocalProtocolError as exc:  # the kernel takes no packet of its size
+            _log.warning("an operator gets no answer: %s", exc)
+        else:
+            return
         self._hang_up(channel)
 
     def _hang_up(self, channel: Channel[FromOwner, ToOwner]) -> None:
         self._unwatch(channel.fileno())
         self._open.remove(channel)
         channel.close()
+        if self._deaf_until_ns is not None:
+            self._listen()  # there is a descriptor again
 
 
 def ask(

@@ -13,7 +13,7 @@ from headrace.backends.base import Decoder
 from headrace.ids import AttemptId
 from headrace.protocol.commands import Cause
 from headrace.protocol.owner import Owner
-from headrace.runtime.active import Active, reason_of
+from headrace.runtime.active import Active, pass_on, reason_of
 
 
 class Decoding:
@@ -51,12 +51,19 @@ class Decoding:
             except Exception as exc:  # a row of logits that holds no choice
                 self.finish(active, "failed", reason_of(exc), Cause.MALFORMED)
                 return
-            last = active.take(chosen)
+            try:
+                last = active.take(chosen)
+            except BaseException:  # an interrupt in a callback: nobody would decode it on
+                self.finish(active, "cancelled", "its callback was interrupted", Cause.CANCELLED)
+                raise
+            if self._ended_by_callback(active):
+                return
         if request.options.audit:
             try:
                 active.audit(self._decoder)
-            except Exception as exc:
+            except BaseException as exc:
                 self.finish(active, "failed", reason_of(exc), Cause.DEVICE, quarantine=True)
+                pass_on(exc)
                 return
         if not self._ended_by_callback(active):
             if last:
@@ -73,9 +80,10 @@ class Decoding:
             (logits,) = self._decoder.decode_step([(active.entry, active.request.tokens[-1])])
             stepped = True
             token = active.choose(logits)
-        except Exception as exc:
+        except BaseException as exc:
             text = reason_of(exc)
             self.finish(active, "failed", text, Cause.DEVICE, quarantine=not stepped)
+            pass_on(exc)
             return
         self._entries.rotate(-1)
         for other in self._actives.values():

@@ -13,6 +13,7 @@ not offer an engine.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -52,6 +53,7 @@ class LocalSource:
         self._granted: Prefill | None = None
         self._withdrawn = False
         self._attempt: SourceAttempt | None = None
+        self._untold: deque[FromSource] = deque()  # of an attempt that is over
         self._counts = dict.fromkeys(("attempts", "cancelled"), 0)
 
     def open(self) -> None:
@@ -61,8 +63,8 @@ class LocalSource:
 
     @property
     def waits(self) -> bool:
-        """Whether it has an attempt to run."""
-        return self._granted is not None
+        """Whether it has an attempt to run, or something left to tell of the last one."""
+        return self._granted is not None or bool(self._untold)
 
     def slot(self, index: int) -> memoryview:
         """The bytes of its one slot."""
@@ -93,8 +95,10 @@ class LocalSource:
         """Run the attempt that was granted, if one was.
 
         `tell` brings the owner what a source tells; `take_in` is the part of a turn. What they
-        raise ends the attempt, and is raised again when the engine has returned.
+        raise ends the attempt, and is raised again when the engine has returned. What an interrupt
+        kept from being told then is told by the next call.
         """
+        self._tell_rest(tell)
         granted, self._granted = self._granted, None
         if granted is None:
             return
@@ -103,13 +107,22 @@ class LocalSource:
         link = _Link(attempt, tell, take_in)
         self._attempt = attempt
         try:
-            last = self._run(attempt, link)
+            self._untold.extend(self._run(attempt, link))
         finally:
             self._attempt = None
-        for message in last:
-            tell(message)
+        try:
+            self._tell_rest(tell)
+        except BaseException as exc:
+            if link.broken is not None:
+                raise link.broken from exc
+            raise
         if link.broken is not None:
             raise link.broken
+
+    def _tell_rest(self, tell: Callable[[FromSource], None]) -> None:
+        while self._untold:
+            tell(self._untold[0])  # once more after an interrupt: it may not have been heard
+            self._untold.popleft()
 
     def _run(self, attempt: SourceAttempt, link: _Link) -> Sequence[FromSource]:
         """Run the engine; returns what is still to be told."""

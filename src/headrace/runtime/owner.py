@@ -23,7 +23,7 @@ from headrace.protocol.handoff import HandoffState
 from headrace.protocol.owner import Owner
 from headrace.protocol.snapshot import Snapshot
 from headrace.runtime.active import Active, reason_of
-from headrace.runtime.checks import check_request, prompt_of
+from headrace.runtime.checks import check_bounds, check_request, prompt_of
 from headrace.runtime.local import LocalSource
 from headrace.runtime.requests import Request, RequestOptions
 from headrace.runtime.shell import Shell
@@ -72,8 +72,10 @@ class DecoderOwner(Shell):
         closed with the owner. Its one slot is made when the first such request is submitted.
 
         Raises:
-            Refused: the decoder has no ordered, fenceable copy, or `local` does not fit it.
+            Refused: the decoder has no ordered, fenceable copy, `local` does not fit it, or a bound
+            is none.
         """
+        check_bounds(progress_timeout_s, drain_timeout_s, chunk_nbytes, budget_nbytes)
         if not decoder.caps.ordered_copy:
             raise Refused("this decoder has no ordered copy with a fence; it cannot own a cache")
         self.context = context
@@ -326,19 +328,19 @@ class DecoderOwner(Shell):
         self._machine.check_integrity()
 
     def close(self) -> None:
-        """End all requests, then the sources, then the decoder. Idempotent.
+        """End all requests, then the decoder, then the sources. Idempotent.
 
         Raises:
             LocalProtocolError: it is called from within a turn, by a callback.
         """
         if self._closed:
             return
-        if self._turning:
+        if self._turning or self._carrying_out:
             raise LocalProtocolError("an owner was to be closed from within its own turn")
         with ExitStack() as stack:
-            stack.callback(self._decoder.close)
             stack.callback(self._watch.close)
-            stack.callback(self._sources.close)
+            stack.callback(self._sources.close)  # and with them the slots that it may still read
+            stack.callback(self._decoder.close)
             try:
                 for active in list(self._active.values()):
                     self.cancel(active.request)
@@ -379,7 +381,7 @@ class DecoderOwner(Shell):
         something has come in that may concern them.
         """
         budget = SHARED_BUDGET_NBYTES if self._decoding else IDLE_BUDGET_NBYTES
-        budget = self._budget_nbytes or budget
+        budget = budget if self._budget_nbytes is None else self._budget_nbytes
         while budget > 0 and self._has_room():
             begun = self._machine.begin_imports(1, time.monotonic_ns())
             self._run_commands()

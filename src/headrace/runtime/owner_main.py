@@ -137,9 +137,6 @@ class OwnerProcess:
             named = exc.field if isinstance(exc, Refused) else ""
             reason, field = travelling_text(str(exc)), named or "request"
             self._outbox.append(Ended(label, "failed", reason, field, None, "", (), "", ()))
-        except MemoryError:  # before anything of the request was made
-            reason = "the owner has no memory left to take a request in"
-            self._outbox.append(Ended(label, "failed", reason, "", None, "", (), "", ()))
         else:
             self._running[label] = request
 
@@ -286,6 +283,8 @@ def _read_prompt(descriptors: list[int], num_tokens: int) -> array[int]:
         if len(tokens) != num_tokens:
             raise RemoteProtocolError(f"a prompt of {len(tokens)} tokens, {num_tokens} were told")
         return tokens
+    except MemoryError as exc:  # before anything of the request was made
+        raise Refused(f"no memory is left for a prompt of {num_tokens} tokens") from exc
     finally:
         for fd in descriptors:
             os.close(fd)

@@ -19,9 +19,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from headrace.backends.null import NullDecoder, decoder_like
-from headrace.errors import Closed, HeadraceError
+from headrace.errors import Closed, HeadraceError, LocalProtocolError
 from headrace.geometry import Layout, Manifest
 from headrace.ids import Span
+from headrace.runtime.active import reason_of
 from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.requests import Request, RequestOptions
 from headrace.runtime.supervisor import RestartPolicy
@@ -216,6 +217,7 @@ class SubprocessPrefillWorker:
 
     def _serve(self) -> None:
         owner = None
+        reason = "the worker was closed"
         try:
             self._handle.start()
             if self._closed:
@@ -234,18 +236,19 @@ class SubprocessPrefillWorker:
             if not self._ready.done():
                 self._ready.set_exception(exc)
                 return
+            reason = f"the worker ended: {reason_of(exc)}"
             raise
         finally:
             with self._lock:
                 self._serving = False
-            self._fail_all()
+            self._fail_all(reason)
             if owner is None:
                 self._handle.close()
             else:
                 owner.close()
             os.close(self._wake)
 
-    def _fail_all(self) -> None:
+    def _fail_all(self, reason: str) -> None:
         """No Future is left open, whether its call was taken or still queued."""
         waiting = list(self._running)
         while not self._calls.empty():
@@ -253,7 +256,7 @@ class SubprocessPrefillWorker:
             if isinstance(call, _Call):
                 waiting.append(call.future)
         for future in waiting:
-            self._fail(future, Closed("the worker was closed"))
+            self._fail(future, Closed(reason))
 
     def _woken(self) -> None:
         os.eventfd_read(self._wake)
@@ -274,6 +277,9 @@ class SubprocessPrefillWorker:
                 continue
             try:
                 request = owner.submit(call.tokens, call.options, on_progress=call.progress)
+            except LocalProtocolError as exc:  # the owner itself is at fault
+                self._fail(call.future, exc)
+                raise
             except Exception as exc:  # tokens that are no numbers, too: the thread must live on
                 self._fail(call.future, exc)
             else:

@@ -216,14 +216,16 @@ class Restarts:
                     return
                 handle.greet(self._decoder, self._context, self._machine.epoch)
                 line.greeted = True
-            if handle.take_attached():
-                self._attached(line)
+            attached = handle.take_attached()
         except PeerDied:  # its pidfd tells how it ended
             self._watch.remove(handle.channel_fd)
             line.phase = _Phase.ENDING
             line.due_ns = time.monotonic_ns() + int(HANG_UP_GRACE_S * 1e9)
         except _UNLUCKY as exc:
             self._end(line, str(exc) or type(exc).__name__, time.monotonic_ns())
+        else:
+            if attached:
+                self._attached(line)  # its errors are the owner's, and no start that failed
 
     def _is_the_same(self, line: Line, manifest: Manifest) -> bool:
         for field in Manifest.__struct_fields__:

@@ -40,7 +40,7 @@ from headrace.protocol.commands import (
     StartPrefill,
 )
 from headrace.protocol.owner import Owner
-from headrace.runtime.active import Active, reason_of
+from headrace.runtime.active import Active, pass_on, reason_of
 from headrace.runtime.checks import grant
 from headrace.runtime.decoding import Decoding
 from headrace.runtime.digest import crc32
@@ -92,6 +92,7 @@ class Shell:
         self._apart: dict[AttemptId, Reservation | Entry] = {}  # what is quarantined, if known
         self._decoding = Decoding(machine, decoder, self._active, self._run_commands)
         self._poison = PoisonMemory()
+        self._commands: deque[Command] = deque()
         self._failures: list[Callable[[], None]] = []
         self._carrying_out = False
 
@@ -146,13 +147,13 @@ class Shell:
             return
         self._carrying_out = True
         try:
-            commands = deque(self._machine.commands())
-            while commands or self._failures:
-                while commands:
-                    self._run(commands.popleft())
+            self._commands.extend(self._machine.commands())
+            while self._commands or self._failures:
+                while self._commands:  # what an interrupt leaves is carried out by the next call
+                    self._run(self._commands.popleft())
                 while self._failures:  # only now: see above
                     self._failures.pop(0)()
-                commands.extend(self._machine.commands())
+                self._commands.extend(self._machine.commands())
         finally:
             self._carrying_out = False
 
@@ -190,16 +191,25 @@ class Shell:
         try:
             active.held = self._decoder.reserve(command.num_tokens)
         except WouldBlock as exc:
-            self._fail_later(self._machine.reserve_refused, active, exc)
-        except Exception as exc:
-            self._fail_later(self._machine.device_failed, active, exc)
+            self._fail_later(active, exc, refused=True)
+        except BaseException as exc:
+            self._fail_later(active, exc, refused=False)
+            pass_on(exc)
 
-    def _fail_later(
-        self, fail: Callable[[AttemptId, str, int], None], active: Active, exc: Exception
-    ) -> None:
+    def _fail_later(self, active: Active, exc: BaseException, *, refused: bool) -> None:
         active.broken = True
         reason = reason_of(exc)
-        self._failures.append(lambda: fail(active.attempt, reason, time.monotonic_ns()))
+
+        def tell() -> None:
+            now_ns = time.monotonic_ns()
+            attempt = self._machine.attempt_of(active.request.request)
+            if attempt is None and not refused:  # a callback ended it: its lane counts as free
+                self._machine.lane_lost(active.attempt, reason, now_ns)
+            elif attempt is not None:
+                fail = self._machine.reserve_refused if refused else self._machine.device_failed
+                fail(attempt, reason, now_ns)
+
+        self._failures.append(tell)
 
     def _free(self, command: Free) -> None:
         active = self._forget(command.attempt)
@@ -207,11 +217,12 @@ class Shell:
             return
         try:
             self._decoder.free(active.held)
-        except Exception as exc:
+        except BaseException as exc:
             reason = f"it was not freed: {reason_of(exc)}"
             _log.error("%s is out of service, since %s", active.held, reason)
             self._apart[command.attempt] = active.held
             self._machine.lane_lost(command.attempt, reason, time.monotonic_ns())
+            pass_on(exc)
 
     def _quarantine(self, command: Quarantine) -> None:
         active = self._forget(command.attempt)
@@ -255,8 +266,9 @@ class Shell:
         try:
             poison = active.request.options.poison
             fence = _After(self._poisoned(active), begin) if poison else begin()
-        except Exception as exc:
+        except BaseException as exc:
             self._machine.import_failed(command.import_id, reason_of(exc), time.monotonic_ns())
+            pass_on(exc)
             return
         flight = _Flight(active, fence, command.piece, begun_ns, nbytes)
         if not self._landed(command.import_id, flight):
@@ -266,7 +278,7 @@ class Shell:
         """The fence of the poison in an attempt's reserved cells, begun before its first import."""
         if active.poisoned is None:
             plan = active.the_plan
-            slot = self._poison.as_slot(plan)
+            slot = active.poison_slot = self._poison.as_slot(plan)
             copies = plan.copies(plan.whole())
             active.poisoned = self._decoder.begin_import(active.reservation, slot, copies)
         return active.poisoned
@@ -283,8 +295,9 @@ class Shell:
         try:
             if not flight.fence.done():
                 return False
-        except Exception as exc:
+        except BaseException as exc:
             self._machine.import_failed(import_id, reason_of(exc), time.monotonic_ns())
+            pass_on(exc)
             return True
         now_ns = time.monotonic_ns()
         active = flight.active
@@ -300,8 +313,9 @@ class Shell:
         found: list[str] = []
         try:
             actual = crc32(self._cells(active, command.span, found))
-        except Exception as exc:
+        except BaseException as exc:
             self._machine.import_failed(command.import_id, reason_of(exc), time.monotonic_ns())
+            pass_on(exc)
             return
         reason = f"{_places(found)} not written when {command.span} were told" if found else ""
         self._machine.digest_checked(command.import_id, actual, time.monotonic_ns(), reason)
@@ -322,19 +336,20 @@ class Shell:
     # The end.
 
     def _publish(self, command: Publish) -> None:
-        active = self._active[command.attempt]
-        if active.broken:
-            return
+        active = self._active.get(command.attempt)
+        if active is None or active.broken or not self._machine.may_publish(command.attempt):
+            return  # it ended after this was commanded, by a callback of another
         layout = active.the_plan.slot
         logits = memoryview(b"")
-        if command.token is None:  # copied, since publishing ends the slot's lease
-            slot = self._handles[command.source].slot(command.slot)
-            logits = memoryview(bytes(slot[layout.logits_offset :][: layout.logits_nbytes]))
         try:
+            if command.token is None:  # copied, since publishing ends the slot's lease
+                slot = self._handles[command.source].slot(command.slot)
+                logits = memoryview(bytes(slot[layout.logits_offset :][: layout.logits_nbytes]))
             left = self._poison_left(active) if active.request.options.poison else ""
             entry = None if left else self._decoder.publish(active.reservation)
-        except Exception as exc:
+        except BaseException as exc:
             self._machine.device_failed(command.attempt, reason_of(exc), time.monotonic_ns())
+            pass_on(exc)
             return
         if entry is None:
             self._machine.publish_refused(command.attempt, left, time.monotonic_ns())

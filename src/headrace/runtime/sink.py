@@ -94,6 +94,8 @@ class SlotSink:
 
     def _commit(self, spans: Sequence[Span]) -> None:
         self._check()
+        if self._attempt.stamps_layers:
+            spans = [layer for span in spans for layer in self.plan.by_layer(span)]
         digests = [self._digest(span) for span in spans] if self.options.digest else []
         for message in self._attempt.commit(spans, digests, time.monotonic_ns()):
             self._send(message)

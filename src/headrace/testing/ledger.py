@@ -187,7 +187,11 @@ class Ledger:
     def reinstated(self, attempt: AttemptId) -> None:
         """Somebody answers for it that nothing touches what this attempt left behind."""
         apart = self.apart.pop(attempt)
-        self.lanes_apart -= apart.lane
+        heirs = [other for other, kept in self.apart.items() if not kept.lane]
+        if apart.lane and heirs:
+            self.apart[heirs[0]] = self.apart[heirs[0]]._replace(lane=True)
+        else:
+            self.lanes_apart -= apart.lane
         for place, reader in apart.lost_reads:
             self.slots[place].readers.remove(reader)
             self._quiet(place)

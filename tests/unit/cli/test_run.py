@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.cli import run_command
+from headrace.errors import HeadraceError, PeerDied, WouldBlock
 from headrace.messages import Ended
 from headrace.runtime.config import OwnerConfig
 from headrace.runtime.requests import RequestOptions
@@ -238,3 +239,26 @@ def test_attempts_that_failed_before_it_finished_are_told(
     assert "attempt 1 failed: [it] died" in capsys.readouterr().err
     told = report(capsys)
     assert (told["failed_attempts"], told["cause"]) == (["[it] died"], "")
+
+
+@pytest.mark.parametrize("when", ["withdraw", "result"])
+@pytest.mark.parametrize("error", [WouldBlock("full"), PeerDied("gone"), OwnerFailed("hangs")])
+def test_an_interrupt_stays_one_whatever_comes_of_the_withdrawal(
+    monkeypatch: pytest.MonkeyPatch, when: str, error: HeadraceError
+) -> None:
+    withdrawn: list[int] = []
+
+    def result(*_: object, within_s: float | None = None) -> None:
+        if within_s is None:
+            raise KeyboardInterrupt
+        raise error
+
+    def withdraw(self: StandIn, label: int) -> None:
+        withdrawn.append(label)
+        if when == "withdraw":
+            raise error
+
+    monkeypatch.setattr(StandIn, "result", result)
+    monkeypatch.setattr(StandIn, "withdraw", withdraw, raising=False)
+    assert run_command(RUN) == 130
+    assert withdrawn == [0]

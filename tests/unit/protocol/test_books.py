@@ -44,7 +44,7 @@ def test_new_books_hold_nothing_and_add_up() -> None:
         "dropped": {},
         "ended": {},
         "retries": {"count": 0},
-        "quarantined": {},
+        "quarantined": {"attempts": 0, "lanes": 0, "reads": 0},
     }
     assert (books.has_pieces, books.num_in_flight) == (False, 0)
     assert not books.is_in_flight(ImportId(0))
@@ -83,19 +83,19 @@ def test_statistics_count_what_ended_by_its_cause_or_as_published() -> None:
     assert shell.owner.statistics()["retries"] == {"count": 1}
 
 
-def test_statistics_count_what_is_set_apart_by_its_reason() -> None:
+def test_statistics_count_what_is_set_apart() -> None:
     shell = Shell(lanes=3, slots=(3,))
     requests = [shell.submit() for _ in range(3)]
     for request in requests:
         shell.serve(request)
     for request, reason in zip(requests, ["bus error", "", "bus error"], strict=True):
         shell.retire(request, reason)
-    assert shell.owner.statistics()["quarantined"] == {"bus error": 2}
+    assert shell.owner.statistics()["quarantined"] == {"attempts": 2, "lanes": 2, "reads": 0}
     shell.lane_lost(requests[1], "not freed")
-    assert shell.owner.statistics()["quarantined"] == {"bus error": 2, "not freed": 1}
+    assert shell.owner.statistics()["quarantined"] == {"attempts": 3, "lanes": 3, "reads": 0}
     for request in (requests[0], requests[1]):
         shell.reinstate(request)
-    assert shell.owner.statistics()["quarantined"] == {"bus error": 1}
+    assert shell.owner.statistics()["quarantined"] == {"attempts": 1, "lanes": 1, "reads": 0}
     assert {attempt.counter: apart.reason for attempt, apart in shell.owner.apart.items()} == {
         2: "bus error"
     }
@@ -144,7 +144,21 @@ def test_a_lane_that_was_lost_while_it_was_promised_has_one_line() -> None:
     shell.lane_lost(first)
     shell.device_failed(second)
     assert [line.attempt.request for line in shell.owner.snapshot().lanes] == [first]
-    assert shell.owner.statistics()["quarantined"] == {"not freed": 1, "device": 1}
+    assert shell.owner.statistics()["quarantined"] == {"attempts": 2, "lanes": 1, "reads": 0}
+
+
+def test_a_lane_that_is_reinstated_goes_to_what_is_apart_without_one() -> None:
+    shell = Shell()
+    first = shell.submit()
+    shell.serve(first)
+    second = shell.submit()
+    shell.retire(first)
+    shell.lane_lost(first)
+    shell.device_failed(second)
+    shell.reinstate(first)
+    assert shell.owner.no_lane_left  # the second's storage is still apart
+    shell.reinstate(second)
+    assert shell.owner.statistics()["lanes"] == {"free": 1, "quarantined": 0, "held": 0}
 
 
 def test_what_is_queued_and_what_is_in_flight() -> None:

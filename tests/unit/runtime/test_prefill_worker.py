@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import Closed, PeerDied, Refused
+from headrace.errors import Closed, LocalProtocolError, PeerDied, Refused
 from headrace.ids import Span
+from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.prefill_worker import PrefillFailed, PrefillResult, SubprocessPrefillWorker
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.supervisor import RestartPolicy
@@ -280,6 +281,25 @@ def test_a_refused_call_fails_its_future_alone(
     assert_exact(gated.prefill(1).result(WITHIN_S), 1)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_of_the_owners_ends_the_worker(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call fails with it; those that run end with the worker."""
+
+    def wrong(*_: object, **__: object) -> None:
+        raise LocalProtocolError("a rule was broken")
+
+    running = gated.prefill(1)
+    gated.gate.allow(1)
+    gated.until_told(1)
+    monkeypatch.setattr(DecoderOwner, "submit", wrong)
+    with pytest.raises(LocalProtocolError, match="a rule was broken"):
+        gated.prefill(2).result(WITHIN_S)
+    with pytest.raises(Closed, match="a rule was broken"):
+        running.result(WITHIN_S)
+    with pytest.raises(Closed):
+        gated.prefill(3)
+
+
 def test_a_callback_that_raises_ends_its_own_call(gated: Gated) -> None:
     gated.gate.open()
 
@@ -378,6 +398,8 @@ def test_a_source_that_dies_is_started_again(tmp_path: Path) -> None:
 
 def test_a_failure_has_a_cause(gated: Gated) -> None:
     future = gated.prefill(1)
+    gated.gate.allow(1)
+    gated.until_told(1)
     os.kill(gated.worker._handle.pid, signal.SIGKILL)
     with pytest.raises(PrefillFailed, match="signal 9") as caught:
         future.result(WITHIN_S)

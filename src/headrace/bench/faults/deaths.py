@@ -2,7 +2,8 @@
 
 The plain exit is that of the same process at rest with the same slab mapped on both sides and no
 owner: from the signal to its pidfd. Both forms alternate, A B B A. A dead source's slots are free,
-and given up with it, when the owner closes its handle; unmapping its slab ends that turn.
+and given up with it, when the owner closes its handle. Its slab is unmapped in a thread beside the
+turns, so the rest of that turn is timed, too; the next death waits until the memory is given back.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,6 +75,7 @@ def _under_owner(pair: Pair, *, decoding: bool) -> dict[str, Any]:
     os.kill(pair.handle.pid, signal.SIGKILL)
     told_ns = pair.turn_until(lambda: victim.done, "the victim is told")
     turned_ns = pair.turn_until(lambda: _slots(pair) == 0, "its slots are given up")
+    _until_unmapped()
     pair.owner.check_integrity()
     steps_ns = list(pair.timed.steps_ns)
     changed = pair.compare(neighbour)
@@ -90,16 +93,22 @@ def _under_owner(pair: Pair, *, decoding: bool) -> dict[str, Any]:
 
 
 def _noted(handle: SourceHandle) -> Callable[[], int]:
-    """When the owner lets go of a source: proven dead, all slots free, and about to be unmapped."""
+    """When the owner lets go of a source: proven dead, all slots free, its slab to be unmapped."""
     noted: list[int] = []
     close = handle.close
 
-    def note_and_close(*arguments: float) -> None:
+    def note_and_close(*arguments: float, aside: bool = False) -> None:
         noted.append(time.monotonic_ns())
-        close(*arguments)
+        close(*arguments, aside=aside)
 
     handle.close = note_and_close  # type: ignore[method-assign,assignment]
     return lambda: noted[0]
+
+
+def _until_unmapped() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "headrace-unmap":
+            thread.join()
 
 
 def streaming(pair: Pair, **options: Any) -> Request:

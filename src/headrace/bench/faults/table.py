@@ -49,7 +49,7 @@ def _deaths(rows: Rows) -> Iterator[Figure]:
             these = [row for row in owners if row["decoding"] == decoding]
             if these:
                 yield from _deaths_of(these, plain, f"{WHO[decoding]}, {size_mb} MiB slab")
-        name = f"rest of the turn that unmaps a dead source's slab of {size_mb} MiB, ms"
+        name = f"rest of the turn that lets go of a dead source's slab of {size_mb} MiB, ms"
         longer = [(row["turned_ns"] - row["ns"]) / 1e6 for row in owners]
         yield Figure(name, "stated", _spelled(longer), None)
 

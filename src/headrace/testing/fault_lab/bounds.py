@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Final
 
 from headrace.protocol import handoff, source
-from headrace.testing.fault_lab.setting import MAX_PROGRESS, MAX_SPANS
+from headrace.testing.fault_lab.setting import MAX_PROGRESS, MAX_SPANS, MOST_SPANS
 
 _BOUNDS: Final = (
     (handoff, "MAX_PROGRESS", MAX_PROGRESS),
     (source, "MAX_PROGRESS", MAX_PROGRESS),
     (source, "MAX_SPANS", MAX_SPANS),
     (source, "_EVEN_MESSAGES", MAX_PROGRESS * 3 // 4),
+    (source, "MOST_SPANS", MOST_SPANS),
 )
 
 

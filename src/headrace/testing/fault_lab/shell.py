@@ -87,6 +87,7 @@ class Shell:
         self._bring(event)
         while self._lab.world.unanswered or self._later:
             if self._lab.world.unanswered:
+                self._call_back()
                 self._answer()
             else:
                 self._bring(self._later.pop(0))
@@ -313,11 +314,21 @@ class Shell:
         good = actual == command.expected and not reason
         self._later.append(Digested(import_id, good))
 
+    def _call_back(self) -> None:
+        """Perhaps a caller, called back meanwhile, cancels what is about to be published."""
+        world = self._lab.world
+        command = world.unanswered[0]
+        if isinstance(command, Publish) and self._owner.odds(0.02):
+            self._bring(events.Cancel(command.attempt.request))
+
     def _answer(self) -> None:
         """What the device makes of the oldest command that it was given."""
         lab = self._lab
         command = lab.world.unanswered[0]
         request = command.attempt.counter
+        if isinstance(command, Publish) and not lab.world.owner.may_publish(command.attempt):
+            lab.world.unanswered = lab.world.unanswered[1:]
+            return
         how: Literal["done", "failed", "refused"] = "done"
         fault = lab.fault(self._device, "device", _ANSWERS[type(command)], 0.5)
         if fault:

@@ -279,9 +279,11 @@ class LabSource:
             engine.slot.write(engine.attempt.prefill.attempt, places, wrong=wrong)
 
     def _commit(self, engine: Engine, spans: tuple[Span, ...], *, misstamped: bool = False) -> None:
-        digests: list[int] = []
-        if engine.attempt.prefill.digest:
-            legal = self._lab.geometry.legal(engine.attempt.prefill.num_tokens, spans)
+        machine, digests = engine.attempt.machine, list[int]()
+        legal = self._lab.geometry.legal(machine.prefill.num_tokens, spans)
+        if machine.stamps_layers and legal:  # as the real sink cuts them
+            spans = tuple(layer for span in spans for layer in machine.plan.by_layer(span))
+        if machine.prefill.digest:
             digests = [
                 digest_of(engine.slot.values(self._places(engine, span))) if legal else 0
                 for span in spans
