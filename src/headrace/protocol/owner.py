@@ -287,6 +287,16 @@ class Owner(Grants):
         out, self._commands = self._commands, []
         return out
 
+    def overdue_sources(self, now_ns: int) -> list[SourceId]:
+        """The sources that a tick would end now: one keeps a write token beyond its time."""
+        return [
+            source_id
+            for source_id, source in self._sources.items()
+            for slot in source.slots
+            if slot.writer_out and not source.local
+            if (self._back_by_ns(source_id, slot) or now_ns + 1) <= now_ns
+        ]
+
     def next_deadline_ns(self) -> int | None:
         """When `tick` must be called next."""
         return min((due_ns for due_ns, _ in self._deadlines(0)), default=None)
@@ -348,9 +358,9 @@ class Owner(Grants):
 
         for source_id, source in self._sources.items():
             for slot in source.slots:
-                if slot.state is SlotState.DRAINING:
-                    due_ns = slot.draining_since_ns + self.limits.drain_timeout_ns
-                    yield due_ns, partial(self._quarantine, source_id, slot)
+                back_by_ns = self._back_by_ns(source_id, slot)
+                if back_by_ns is not None:
+                    yield back_by_ns, partial(self._overdue, source_id, slot)
         for entry in self._requests.values():
             handoff = entry.handoff
             if handoff.outcome is not None:
@@ -370,8 +380,21 @@ class Owner(Grants):
         if import_id in self._imports:
             self.import_failed(import_id, "an import was not fenced in time", now_ns)
 
-    def _quarantine(self, source_id: SourceId, slot: Slot) -> None:
-        slot.deadline()
+    def _back_by_ns(self, source_id: SourceId, slot: Slot) -> int | None:
+        """By when tokens must be back: after the lease ended, or its source gave its final.
+
+        A source that gives its final and does not return would keep all who wait for it waiting.
+        """
+        if slot.state is SlotState.DRAINING:
+            return slot.draining_since_ns + self.limits.drain_timeout_ns
+        source, handoff = self._sources[source_id], self._speaking(source_id, slot.holder)
+        if handoff is None or not handoff.final or source.local or source.ending:
+            return None
+        return handoff.last_progress_ns + self.limits.drain_timeout_ns
+
+    def _overdue(self, source_id: SourceId, slot: Slot) -> None:
+        if slot.state is SlotState.DRAINING:
+            slot.deadline()
         source = self._sources[source_id]
         if slot.writer_out and not source.local:
             source.ending = True

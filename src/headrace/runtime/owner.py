@@ -369,7 +369,7 @@ class DecoderOwner(Shell):
         now_ns = time.monotonic_ns()
         due_ns = self._machine.next_deadline_ns()
         if due_ns is not None and due_ns <= now_ns:
-            self._sources.before_tick(now_ns, self._machine.limits.drain_timeout_ns)
+            self._sources.before_tick(now_ns)
             self._machine.tick(now_ns)
         self._sources.tick(now_ns)
         self._run_commands()

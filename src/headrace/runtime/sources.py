@@ -127,12 +127,10 @@ class Sources:
         """It finished a request."""
         self._restarts.served(source)
 
-    def before_tick(self, now_ns: int, drain_timeout_ns: int) -> None:
+    def before_tick(self, now_ns: int) -> None:
         """Expect another one after each that this tick of the machine will have killed."""
-        for line in self._machine.snapshot().slots:
-            overdue = line.state == "draining" and line.since_ns + drain_timeout_ns <= now_ns
-            if overdue and "write" in line.tokens:
-                self._restarts.expect_after(line.source)
+        for source in self._machine.overdue_sources(now_ns):
+            self._restarts.expect_after(source)
 
     def tick(self, now_ns: int) -> None:
         """Do what is due by now: kills, and starts."""

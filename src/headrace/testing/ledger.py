@@ -227,6 +227,8 @@ class Ledger:
         set apart: its storage, and by the read token that stays out, its slot.
         """
         for place, slot in self.slots.items():
+            if self._keeps_on(place, slot, now_ns):
+                self.kills.add(place)
             if slot.ended_ns is None or slot.apart:
                 continue
             if slot.ended_ns + self.terms.drain_timeout_ns <= now_ns:
@@ -244,6 +246,14 @@ class Ledger:
         for import_id, ticket in list(self.tickets.items()):
             if ticket.since_ns + self.terms.drain_timeout_ns <= now_ns:
                 self.import_ended(import_id, failed=True, now_ns=now_ns)
+
+    def _keeps_on(self, place: Place, slot: SlotAccount, now_ns: int) -> bool:
+        """Whether a source gave its final long ago and has not returned."""
+        if not slot.writer or slot.holder is None or place[0] in {*self.doomed, self.local}:
+            return False
+        account = self.accounts[slot.holder]
+        late = account.since_ns + self.terms.drain_timeout_ns <= now_ns
+        return account.live and account.final and late
 
     def strand(self, now_ns: int) -> None:
         """Who waits for what is out of service for good fails."""

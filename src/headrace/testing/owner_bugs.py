@@ -291,8 +291,8 @@ parked: the progress deadline is ignored
     if handoff.live and handoff.lease is not None and not handoff.final: => if False:
 hybrid: the progress deadline outlives the final
      and not handoff.final =>
-one: the drain deadline is ignored
-    if slot.state is SlotState.DRAINING: => if False:
+one: tokens are waited for without an end
+    if back_by_ns is not None: => if False:
 one: an import is waited for without an end
     for import_id, record in self._imports.items(): => for import_id, record in ():
 digest: a digest check is waited for without an end
@@ -320,7 +320,7 @@ one: an import that is given up is still waited for
         record = self._imports[import_id];
         self.import_failed(import_id, "an import was not fenced in time", now_ns);
         self._imports[import_id] = record
-[Owner._quarantine]
+[Owner._overdue]
 one: a source that keeps its write token lives on
     self._commands.append(KillSource(source_id, reason)) => pass
 one: a source is killed whose write token is back
@@ -329,9 +329,21 @@ local: the owner's own engine is killed
     if slot.writer_out and not source.local: => if slot.writer_out:
 one: a source is killed although the slot is not set apart
     slot.deadline() => pass
+[Owner._back_by_ns]
+one: the drain deadline is ignored
+    if slot.state is SlotState.DRAINING: => if False:
+parked: a source may take as long as it likes to return after its final
+    if handoff is None or => if True or
+parked: a source that computes is as overdue as one that gave its final
+    not handoff.final or => False or
+local: the owner's own engine is killed when it does not return
+     or source.local =>
+parked: a source that is to be killed is overdue again
+     or source.ending: => :
+[Owner._overdue]
 times: a source that is to be killed is not noted
     source.ending = True => pass
-[Owner._quarantine]
+[Owner._overdue]
 one: a source is killed twice for one slot
     self._commands.append(KillSource(source_id, reason)) =>
         self._commands += [KillSource(source_id, reason)] * 2

@@ -344,9 +344,36 @@ def test_progress_moves_the_deadline_and_the_final_ends_it() -> None:
     assert shell.owner.next_deadline_ns() == 160
     shell.tick(159)
     shell.final(request)
+    shell.released(request)
     assert shell.owner.next_deadline_ns() is None
     shell.tick(10_000)
     assert reports(shell, request) == []
+
+
+def test_a_source_that_does_not_return_after_its_final_is_ended() -> None:
+    shell = Shell()
+    request = shell.submit()
+    shell.tick(60)
+    shell.progress(request)
+    shell.final(request)
+    assert shell.owner.next_deadline_ns() == 110
+    assert shell.owner.overdue_sources(109) == []
+    assert shell.owner.overdue_sources(110) == [SourceId(0)]
+    for now_ns in (110, 111):
+        shell.tick(now_ns)
+        assert [kill.source for kill in shell.all(KillSource)] == [SourceId(0)]
+    assert reports(shell, request) == []  # its cells are there, and its death changes nothing
+    assert shell.owner.overdue_sources(10_000) == []
+
+
+def test_the_owners_own_engine_may_return_late() -> None:
+    shell = Shell(slots=())
+    shell.add_source(LOCAL, 1, local=True)
+    request = shell.submit(policy=LOCALLY)
+    shell.progress(request)
+    shell.final(request)
+    assert shell.owner.next_deadline_ns() is None
+    assert shell.owner.overdue_sources(10_000) == []
 
 
 def test_both_deadlines_at_once_end_it_once() -> None:
@@ -553,6 +580,7 @@ def test_a_digest_check_has_a_deadline_of_its_own() -> None:
     request = shell.submit(digest=True)
     shell.progress(request, digests=[5])
     shell.final(request)
+    shell.released(request)
     shell.begin()
     shell.tick(40)
     shell.done(ImportId(0))
@@ -563,7 +591,6 @@ def test_a_digest_check_has_a_deadline_of_its_own() -> None:
     assert lanes(shell) == {"quarantined": 1}
     with pytest.raises(LocalProtocolError, match="is not in flight"):
         shell.checked(check, 5)
-    shell.released(request)
     assert slots(shell) == {"free": 2}  # it read the reservation, not the slot
 
 

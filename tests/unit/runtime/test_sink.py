@@ -197,8 +197,8 @@ def test_a_digest_is_over_the_bytes_in_plan_order(layout: Layout) -> None:
     (message,) = rig.sent
     assert isinstance(message, Progress)
     assert message.spans == tuple(Span(layer, layer + 1, 0, NUM_TOKENS) for layer in range(3))
-    for layer, digest in zip(message.spans, message.digests, strict=True):
-        rows = (region_bytes(rig.slot, copy.source) for copy in rig.plan.copies(layer))
+    for told, digest in zip(message.spans, message.digests, strict=True):
+        rows = (region_bytes(rig.slot, copy.source) for copy in rig.plan.copies(told))
         assert digest == zlib.crc32(b"".join(rows))
 
 

@@ -46,8 +46,8 @@ def forged(stream: Stream, message: FromSource, grants: Sequence[Identity]) -> b
             identity[1] = stream.pick((identity[1] + 1, 99, *_HUGE))
         case 2:
             identity[0] = _other_attempt(stream, identity[0])
-        case 3 if grants:
-            attempt, slot, generation = grants[-1 - stream.below(min(4, len(grants)))]
+        case 3 | 8 if others := [g for g in grants[-4:] if list(g[0]) != list(identity[0])]:
+            attempt, slot, generation = stream.pick(others)
             identity = [list(attempt), slot, generation]
         case 4:
             at = stream.below(3)

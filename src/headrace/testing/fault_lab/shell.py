@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from headrace.testing.fault_lab.sources import LabSource
 
 _ANSWERS: Final = {Reserve: faults.RESERVE, Publish: faults.PUBLISH, Free: faults.FREE}
-LATE_NS: Final = 26 * S  # longer than any drain deadline
+LATE_NS: Final = 26 * S  # longer than most drain deadlines and than some progress deadlines
 
 
 class Shell:
@@ -73,12 +73,9 @@ class Shell:
         self._device = lab.choices.stream("d")
         self._owner = lab.choices.stream("o")
         self._later: list[Event] = []  # what a command came to, told once all are done
-        self._hung: dict[ImportId, Copying] = {}  # copies that never end
         self._copying: Counter[AttemptId] = Counter()  # copies that run, of each attempt
         self._poisoned: set[AttemptId] = set()  # whose storage was filled before the first import
-        self.num_phantoms = (
-            0  # a `Reserve` failed where no lane was: one may count too few, or many
-        )
+        self.num_phantoms = 0  # reserves that failed and took no lane: by so many a count is off
         self._import_planned = False
         self._tick_ns: int | None = None
 
@@ -270,7 +267,7 @@ class Shell:
         ended_ns = lab.now_ns + takes_ns
         match fault:
             case "import-never-ends":
-                self._hung[import_id] = copying
+                pass
             case "import-fails-at-once":  # and goes on for a while all the same
                 self._later.append(Imported(import_id, good=False))
                 lab.at(ended_ns, self._fence, import_id, copying, False)
