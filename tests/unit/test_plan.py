@@ -272,3 +272,12 @@ def test_a_larger_prompt_never_needs_more_than_the_slot_holds() -> None:
         plan = make_plan(n)
         ends = [b for copy in plan.copies(plan.whole()) for b in bytes_of(copy.source)[-1:]]
         assert max(ends) < plan.slot.nbytes
+
+
+def test_a_span_by_layer_has_the_same_cells_and_no_empty_parts() -> None:
+    plan = make_plan(9, Full(), Sliding(4, 3), Sliding(1, 0), Full())
+    span = Span(0, 4, 2, 7)
+    parts = plan.by_layer(span)
+    assert parts == [Span(0, 1, 2, 7), Span(1, 2, 2, 7), Span(3, 4, 2, 7)]
+    assert list(cells_of(plan, *parts)) == list(cells_of(plan, span))
+    assert plan.by_layer(Span(2, 3, 0, 9)) == []

@@ -736,3 +736,14 @@ def test_a_source_that_nobody_expected_neither_comes_nor_stays_away() -> None:
     with pytest.raises(LocalProtocolError, match="source 0 is attached already"):
         shell.add_source(0, 1, expected=True)
     assert shell.owner.statistics()["sources"]["expected"] == 1
+
+
+def test_a_lane_is_lost_once() -> None:
+    shell = Shell(lanes=2)
+    request = shell.submit()
+    shell.serve(request)
+    shell.retire(request)
+    shell.lane_lost(request)
+    with pytest.raises(LocalProtocolError, match="is lost already"):
+        shell.lane_lost(request)
+    assert shell.owner.statistics()["lanes"] == {"free": 1, "quarantined": 1, "held": 0}

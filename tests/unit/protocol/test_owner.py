@@ -906,3 +906,18 @@ def test_an_import_is_reported_once() -> None:
     shell.done(ImportId(0))
     with pytest.raises(LocalProtocolError, match="import 0 is not in flight"):
         shell.done(ImportId(0))
+
+
+def test_a_publish_that_was_commanded_may_be_moot() -> None:
+    shell = Shell()
+    request = shell.submit()
+    attempt = shell.grant_of(request).attempt
+    assert not shell.owner.may_publish(attempt)
+    shell.progress(request)
+    shell.final(request)
+    shell.begin()
+    shell.done(ImportId(0))
+    assert shell.owner.may_publish(attempt)
+    assert not shell.owner.may_publish(attempt.next)
+    shell.cancel(request)
+    assert not shell.owner.may_publish(attempt)

@@ -113,9 +113,13 @@ class PromptLedger(Ledger):
         """When the next deadline passes."""
         terms = self.terms
         due = [ticket.since_ns + terms.drain_timeout_ns for ticket in self.tickets.values()]
-        for slot in self.slots.values():
+        for (source, _), slot in self.slots.items():
             if slot.ended_ns is not None and not slot.apart:
                 due.append(slot.ended_ns + terms.drain_timeout_ns)
+            if slot.writer and slot.holder is not None and source not in {*self.doomed, self.local}:
+                account = self.accounts[slot.holder]
+                if account.live and account.final:
+                    due.append(account.since_ns + terms.drain_timeout_ns)
         for account in self.accounts.values():
             if account.outcome is None and not account.followed:
                 due += [] if account.deadline_ns is None else [account.deadline_ns]
