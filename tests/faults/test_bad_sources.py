@@ -199,7 +199,7 @@ def test_a_digest_finds_what_was_written_late(shared: Lab) -> None:
     request = shared.submit(bad("late write"), digest=True)
     shared.until_done(request)
     assert request.outcome == "failed"
-    assert request.reason.startswith("digest of layers [0, 6) x positions [0, 40)")
+    assert request.reason.startswith("digest of layers [0, 1) x positions [0, 40)")
     shared.settle()
     shared.serve_exact(7, digest=True)
 
