@@ -102,12 +102,14 @@ class ReuseCases(RecoveryCases):
         num_points = self.num_points(stand, second, **asked)
         wanted = {"wholly": num_points, "partly": num_points // 2, "not at all": 1}[share]
         num_decoded = self.num_decoded_beside(stand, wanted, len(first))
+        # Where a lane is too short for that, its holder keeps the entry and decodes nothing.
+        decodes = self.pair.decodes and num_decoded < self.context - len(first)
         stand.reference(first)
         stand.reference(first, num_decoded=num_decoded)
         stand.reference(second)
         with stand.ordering(second) as gate:
             pace = Pace(gate, wanted)
-            if self.pair.decodes:
+            if decodes:
                 a = stand.submit(first, max_tokens=num_decoded, on_token=pace.on_token)
             else:
                 a = stand.hold(first)
@@ -123,7 +125,7 @@ class ReuseCases(RecoveryCases):
             stand.until_done(a)
             gate.open()
             stand.until_done(b)
-        if self.pair.decodes:
+        if decodes:
             stand.check_exact(a, first, "the active request")
         stand.check_exact(b, second, "the prefetched request")
 
