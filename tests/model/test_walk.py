@@ -34,7 +34,7 @@ UNCANCELLED = {name for name, instance in INSTANCES.items() if not instance.canc
 
 # Where an import that failed or was given up keeps its read token, who waits for that slot waits
 # for its drain deadline.
-OVERDUE = {"overdue", "overdrawn", "lanes", "sources"}
+OVERDUE = {"overdue", "overdrawn", "lanes", "sources", "local-lost"}
 
 _taken: set[Transition] = set()
 
