@@ -191,6 +191,14 @@ _ALL: Final = (
         malice=False,
     ),
     Instance("retry", _WHOLE, attempts=2, restarts=1, deadline=3, progress_timeout=2),
+    Instance(
+        "retry-late",  # imports outlast the source that is given up
+        _WHOLE,
+        attempts=2,
+        drain_timeout=3,
+        malice=False,
+        deaths=False,
+    ),
     Instance("retry-parked", _WHOLE, requests=2, slots=(2,), depth=1, attempts=2, ticks=False),
     Instance(
         "retry-queue",

@@ -80,9 +80,6 @@ digest: sealed without every cell told
 [Owner.import_failed]
 digest: a failed import lands
     good=False => good=True
-[Owner._deadlines]
-one: a decided hand-off has a progress deadline
-    handoff.live and  =>
 [Handoff.end_import]
 digest: a wrong digest lands
     if good: => if True:

@@ -289,6 +289,8 @@ one: a request's deadline is ignored
     if entry.deadline_ns is not None: => if False:
 parked: the progress deadline is ignored
     if handoff.live and handoff.lease is not None and not handoff.final: => if False:
+retry-late: an attempt that was given up has a progress deadline
+    handoff.live and  =>
 hybrid: the progress deadline outlives the final
      and not handoff.final =>
 one: tokens are waited for without an end
