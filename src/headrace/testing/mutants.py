@@ -22,6 +22,7 @@ from headrace.protocol.source import SourceAttempt
 from headrace.testing.attempt_bugs import ATTEMPT_BUGS
 from headrace.testing.explorer import walk
 from headrace.testing.facts import Violation
+from headrace.testing.grant_bugs import GRANT_BUGS
 from headrace.testing.instances import INSTANCES
 from headrace.testing.owner_bugs import OWNER_BUGS
 from headrace.testing.planting import Mutant, read_mutants
@@ -88,5 +89,5 @@ digest: an end keeps the queue
     self._queue.clear() => pass
 """
 
-MUTANTS: Final = read_mutants(ATTEMPT_BUGS + OWNER_BUGS, _PLACES)
+MUTANTS: Final = read_mutants(ATTEMPT_BUGS + GRANT_BUGS + OWNER_BUGS, _PLACES)
 EQUIVALENT: Final = read_mutants(_SHIELDED, _PLACES)
