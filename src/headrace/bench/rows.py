@@ -8,14 +8,15 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from headrace.errors import Refused
 from headrace.version import VERSION
 
-PACKAGES = ("msgspec", "torch", "transformers", "numpy")
+PACKAGES = ("msgspec", "torch", "transformers", "numpy", "matplotlib")
 
 
 class Spread(NamedTuple):
@@ -51,6 +52,82 @@ def write_rows(path: Path | None, claim: str, rows: Iterable[dict[str, Any]]) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"claim": claim, "stamp": stamp()}), *map(json.dumps, rows)]
     path.write_text("\n".join(lines) + "\n")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All rows of a file, without its stamps; a last line that was cut short is left out.
+
+    Raises:
+        Refused: it is no file of rows.
+    """
+    return [line for line in _read_lines(path) if "stamp" not in line]
+
+
+class RowFile:
+    """A file that grows row by row, so that a run that was cut short can be gone on with.
+
+    Each run writes its stamp before its first row. What identifies a row are the values of `key`.
+    """
+
+    def __init__(
+        self, path: Path | None, claim: str, key: Sequence[str], *, resume: bool = False
+    ) -> None:
+        """With `resume`, the rows that are there are kept; else they are replaced.
+
+        Raises:
+            Refused: the file to go on with holds the rows of another claim, or no rows.
+        """
+        self._path, self._claim, self._key = path, claim, tuple(key)
+        self._stamped = False
+        self.rows: list[dict[str, Any]] = []
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if resume and path.exists():
+            self._take_up(path)
+        else:
+            path.write_text("")
+
+    def __contains__(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row with the same key is there."""
+        return self._key_of(row) in {self._key_of(each) for each in self.rows}
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a row and write it out."""
+        self.rows.append(row)
+        if self._path is None:
+            return
+        lines = [] if self._stamped else [{"claim": self._claim, "stamp": stamp()}]
+        self._stamped = True
+        with self._path.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in (*lines, row))
+
+    def _take_up(self, path: Path) -> None:
+        lines = _read_lines(path)
+        claims = {line["claim"] for line in lines if "stamp" in line}
+        if claims - {self._claim}:
+            raise Refused(f"{path} holds rows of {', '.join(sorted(claims))}, not {self._claim}")
+        self.rows = [line for line in lines if "stamp" not in line]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def _key_of(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(row.get(name) for name in self._key)
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    texts = path.read_text().splitlines()
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+        except ValueError as exc:
+            if number == len(texts):  # a run that was killed while it wrote
+                break
+            raise Refused(f"{path} line {number} is no row of a benchmark: {exc}") from exc
+        if not isinstance(line, dict):
+            raise Refused(f"{path} line {number} is no row of a benchmark")
+        lines.append(line)
+    return lines
 
 
 def stamp() -> dict[str, Any]:
