@@ -25,11 +25,14 @@ MAX_TEXT: Final = 4096
 MAX_INTERVALS: Final = 256
 MAX_STOP_TOKENS: Final = 256
 MAX_ATTEMPTS: Final = 16
+MAX_CHOICE_TEXT: Final = 400
 MAX_ATTEMPT_TEXT: Final = 400  # of each failed attempt's reason, so that an end fits its message
 
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
 Route: TypeAlias = Literal["whole", "chunked", "streamed"]
+AskedRoute: TypeAlias = Literal["whole", "chunked", "streamed", "auto"]
+Lane: TypeAlias = Literal["source", "owner"]
 OnFailure: TypeAlias = Literal["fail", "retry", "local"]
 
 
@@ -98,8 +101,9 @@ class Progress(_Message, frozen=True, tag="progress"):
     """Cells that the source has written: 1 to MAX_SPANS spans, applied whole or not at all.
 
     digests: empty, or one per span in the manifest's algorithm over the span's bytes in plan order.
-    begun_ns, ready_ns: host CLOCK_MONOTONIC of the source: when the compute behind these spans
-    began, and when their bytes lay in the slot.
+    begun_ns, write_ns, ready_ns: host CLOCK_MONOTONIC of the source: when the compute behind these
+    spans began, when their first cells were handed out for writing, and when all of their bytes lay
+    in the slot.
     """
 
     attempt: AttemptId
@@ -108,6 +112,7 @@ class Progress(_Message, frozen=True, tag="progress"):
     spans: Annotated[tuple[Span, ...], Meta(min_length=1, max_length=MAX_SPANS)]
     digests: Annotated[tuple[Count, ...], Meta(max_length=MAX_SPANS)]
     begun_ns: Count
+    write_ns: Count
     ready_ns: Count
 
 
@@ -183,7 +188,7 @@ class Submit(_Message, frozen=True, tag="submit"):
     label: Count
     num_tokens: Count
     max_tokens: Count
-    route: Route
+    route: AskedRoute
     group_layers: Count
     chunk: Count
     prefill_chunk: Count
@@ -246,28 +251,60 @@ class Token(_Message, frozen=True, tag="token"):
     token: Count
 
 
-class Interval(_Message, frozen=True, tag="interval"):
-    """What one process did between two readings of the host's CLOCK_MONOTONIC."""
+IntervalKind: TypeAlias = Literal[
+    "compute",
+    "write",
+    "announced",
+    "final",
+    "granted",
+    "validated",
+    "import",
+    "neighbour",
+    "published",
+    "first_token",
+    "decode",
+    "cancel",
+    "ended",
+    "drain",
+]
 
+
+class Interval(_Message, frozen=True, tag="interval"):
+    """What one process or device did between two readings of its clock; an instant if they agree.
+
+    Of a source: it computes what one progress message tells, writes its cells, has it announced,
+    has its final. Of an owner: it sent the grant, validated a progress message, imported one piece
+    (begun to fenced), decoded for a neighbour meanwhile, published, chose the first token, decoded
+    the request's first step, heard the cancel, gave the terminal, had the storage back (drain).
+
+    clock: `host` is CLOCK_MONOTONIC in ns; `device` is a device's own events, brought to it.
+    """
+
+    kind: IntervalKind
     name: Text
     begun_ns: Count
     ended_ns: Count
     nbytes: Count
+    clock: Literal["host", "device"]
 
 
 class Events(_Message, frozen=True, tag="events"):
-    """A batch of a request's intervals on one lane, sent before `Ended`."""
+    """A batch of a request's intervals on one lane, sent before `Ended`.
+
+    One more of the owner's follows on `Ended` when the request's storage is free again.
+    """
 
     label: Count
-    lane: Literal["source", "owner"]
+    lane: Lane
     intervals: Annotated[tuple[Interval, ...], Meta(max_length=MAX_INTERVALS)]
 
 
 class Measured(_Message, frozen=True, tag="measured"):
     """What one request took, in ns of the host's CLOCK_MONOTONIC and in bytes.
 
-    last_group_ns: when the last layer group lay in the slot. decode_in_the_way_ns: decode steps of
-    others between the source-final time and publishing.
+    last_group_ns: when the last layer group lay in the slot. import_ns: the time in which
+    imports of it were under way. decode_in_the_way_ns: decode steps of others between the
+    source-final time and publishing.
     """
 
     submitted_ns: Count
@@ -283,7 +320,17 @@ class Measured(_Message, frozen=True, tag="measured"):
     spans: Count
     groups: Count
     imports: Count
+    import_ns: Count
     decode_in_the_way_ns: Count
+
+
+class RouteChoice(_Message, frozen=True, tag="choice"):
+    """The route that `auto` took for a request, how it is cut, and why."""
+
+    route: Route
+    group_layers: Count
+    chunk: Count
+    reason: Annotated[str, Meta(max_length=MAX_CHOICE_TEXT)]
 
 
 class Ended(_Message, frozen=True, tag="ended"):
@@ -291,7 +338,7 @@ class Ended(_Message, frozen=True, tag="ended"):
 
     Digests are hex, empty unless asked for by `audit`: of every logits row in order, and per layer
     of the published cells. cause: why it was not published, as a word, or empty. attempts: the
-    reasons of the attempts that others followed.
+    reasons of the attempts that others followed. choice: what route `auto` came to.
     """
 
     label: Count
@@ -303,6 +350,7 @@ class Ended(_Message, frozen=True, tag="ended"):
     kv_digests: tuple[Text, ...]
     cause: Text
     attempts: Annotated[tuple[Text, ...], Meta(max_length=MAX_ATTEMPTS)]
+    choice: RouteChoice | None
 
 
 class Quarantined(_Message, frozen=True, tag="apart"):

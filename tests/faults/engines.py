@@ -114,6 +114,7 @@ class Rogue:
             "spans": tuple(Span(*span) for span in spans),
             "digests": (),
             "begun_ns": 0,
+            "write_ns": 0,
             "ready_ns": time.monotonic_ns(),
         }
         return Progress(**facts | changes)

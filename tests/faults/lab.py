@@ -206,7 +206,7 @@ class Lab:
     def until_told(self, request: Request, num_groups: int) -> None:
         """Until the owner has counted `num_groups` progress messages of a request."""
         active = next(a for a in self.owner._active.values() if a.request is request)
-        self.until(lambda: active._num_groups >= num_groups, f"{num_groups} groups are told")
+        self.until(lambda: active.record.num_groups >= num_groups, f"{num_groups} groups are told")
 
     def wait_for_message(self) -> None:
         """Wait until the source has told something that the owner has not read."""

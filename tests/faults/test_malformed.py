@@ -196,7 +196,7 @@ def test_a_clock_that_runs_wild_spoils_no_more_than_its_own_times(stage: Stage) 
     stage.assert_exact(request, tokens)
     measured, lanes = request.measured, (request.source_intervals, request.owner_intervals)
     assert measured is not None
-    told = Ended(0, "finished", "", "", measured, "", (), "", ())
+    told = Ended(0, "finished", "", "", measured, "", (), "", (), None)
     for message in (Events(0, "source", tuple(lanes[0])), told):
         assert decode_from_owner(encode(message)) == message
     assert overlap_ns(*lanes) >= 0

@@ -51,8 +51,8 @@ def serve(made: Lab, **options: Any) -> list[str]:
     made.assert_exact(request, faulty(1))
     assert request.measured is not None
     if asked.get("route", "streamed") == "streamed":  # what is told is of the last attempt only
-        assert (request.measured.groups, len(request.owner_intervals)) == (LAYERS, LAYERS)
-        assert len(request.source_intervals) == LAYERS
+        assert (request.measured.groups, len(request.imports)) == (LAYERS, LAYERS)
+        assert len(request.source_intervals) == 3 * LAYERS + 1
     made.owner.release(request)
     return request.attempts
 

@@ -217,7 +217,7 @@ def test_any_byte_replaced_is_a_message_of_whole_numbers_or_one_error() -> None:
     scene = scene_at("leased")
     identity = identity_of(scene.grant)
     samples: list[FromSource] = [
-        Progress(*identity, (HALF, REST), (1, 1 << 63), 1, 2),
+        Progress(*identity, (HALF, REST), (1, 1 << 63), 1, 1, 2),
         Computing(*identity),
         SourceFinal(*identity, "logits", 0, 1, 2),
         Failed(*identity, "why"),
@@ -379,7 +379,7 @@ def _told(draw: st.DrawFn) -> list[tuple[bytes, bool]]:
     """
     identity = identity_of(scene_at("leased").grant)
     rows = draw(st.permutations([Span(at, at + 1, 0, N) for at in range(LAYERS)]))
-    good: list[FromSource] = [Progress(*identity, (row,), (), 0, 0) for row in rows]
+    good: list[FromSource] = [Progress(*identity, (row,), (), 0, 0, 0) for row in rows]
     good += [SourceFinal(*identity, "logits", 0, 0, 0), Released(*identity)]
     packets = [encode(message) for message in good[: draw(st.integers(0, len(good)))]]
     packets += draw(st.lists(_payloads(), max_size=8))

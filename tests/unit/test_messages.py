@@ -18,6 +18,7 @@ from headrace.ids import AttemptId, Span
 from headrace.messages import (
     MAX_ATTEMPT_TEXT,
     MAX_ATTEMPTS,
+    MAX_CHOICE_TEXT,
     MAX_SPANS,
     MAX_STOP_TOKENS,
     MAX_TEXT,
@@ -42,6 +43,7 @@ from headrace.messages import (
     Reinstate,
     Reinstated,
     Released,
+    RouteChoice,
     Sampling,
     Shutdown,
     SourceFinal,
@@ -80,6 +82,7 @@ SUBMIT = Submit(
     max_attempts=3,
     poison=False,
 )
+CHOICE = RouteChoice("streamed", 2, 0, "predicted 1.2 s against 1.4 s whole")
 EXAMPLES: dict[Decode, list[Message]] = {
     wire.decode_to_source: [
         Hello(7, D, 64, 2, 8192),
@@ -91,7 +94,7 @@ EXAMPLES: dict[Decode, list[Message]] = {
         Ready(source_manifest(Full(), Sliding(4, 3), Shared("layers.0"), Latent(), State())),
         Attached(7),
         Computing(A, 1, 2),
-        Progress(A, 1, 2, (SPAN, Span(1, 2, 2, 3)), (5, U64), 10, 20),
+        Progress(A, 1, 2, (SPAN, Span(1, 2, 2, 3)), (5, U64), 10, 15, 20),
         SourceFinal(A, 1, 2, "token", 3, 10, 20),
         Failed(A, 1, 2, "größer \N{SNOWMAN}"),
         Released(A, 1, 2),
@@ -109,9 +112,9 @@ EXAMPLES: dict[Decode, list[Message]] = {
         Up(D, 1, 2, 3, 4),
         Down(True, "no such model"),
         Token(1, 2),
-        Events(1, "source", (Interval("layer group 0", 1, 2, 3),)),
-        Ended(1, "finished", "", "", Measured(*range(14)), "ab", ("cd", "ef"), "", ("x",)),
-        Ended(1, "failed", "why", "prompt", None, "", (), "no-source", ("a", "b")),
+        Events(1, "source", (Interval("write", "layer group 0", 1, 2, 3, "host"),)),
+        Ended(1, "finished", "", "", Measured(*range(15)), "ab", ("cd", "ef"), "", ("x",), CHOICE),
+        Ended(1, "failed", "why", "prompt", None, "", (), "no-source", ("a", "b"), None),
         Inspected(
             (("lanes", "free", 1), ("lanes", "held", -1)),
             (Quarantined(A, "the device failed", 5),),
@@ -218,7 +221,7 @@ def test_an_attempt_that_is_not_three_integers_is_refused(bad: object) -> None:
     "bad", [[0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, True], [0, 1, 2, 3.0], 7, {}]
 )
 def test_a_span_that_is_not_four_integers_is_refused(bad: object) -> None:
-    array = raw(Progress(A, 0, 0, (SPAN,), (), 0, 0))
+    array = raw(Progress(A, 0, 0, (SPAN,), (), 0, 0, 0))
     array[4] = [list(SPAN), bad]
     assert refused(wire.decode_from_source, array)
 
@@ -226,7 +229,7 @@ def test_a_span_that_is_not_four_integers_is_refused(bad: object) -> None:
 def test_a_progress_message_holds_1_to_max_spans() -> None:
     for count, legal in ((0, False), (1, True), (MAX_SPANS, True), (MAX_SPANS + 1, False)):
         spans = [list(SPAN)] * count
-        assert refused(wire.decode_from_source, ["progress", A, 0, 0, spans, [], 0, 0]) != legal
+        assert refused(wire.decode_from_source, ["progress", A, 0, 0, spans, [], 0, 0, 0]) != legal
     digests = [0] * (MAX_SPANS + 1)
     assert refused(wire.decode_from_source, ["progress", A, 0, 0, [list(SPAN)], digests, 0, 0])
 
@@ -234,7 +237,7 @@ def test_a_progress_message_holds_1_to_max_spans() -> None:
 def test_texts_and_batches_are_bounded() -> None:
     assert not refused(wire.decode_from_source, ["failed", A, 0, 0, "x" * MAX_TEXT])
     assert refused(wire.decode_from_source, ["failed", A, 0, 0, "x" * (MAX_TEXT + 1)])
-    intervals = [raw(Interval("x", 0, 0, 0))] * 257
+    intervals = [raw(Interval("import", "x", 0, 0, 0, "host"))] * 257
     assert refused(wire.decode_from_owner, ["events", 0, "owner", intervals])
     stops = raw(SUBMIT).index([1, 2])
     for count, legal in ((0, True), (MAX_STOP_TOKENS, True), (MAX_STOP_TOKENS + 1, False)):
@@ -309,14 +312,18 @@ def test_the_largest_control_messages_stay_under_64_kib() -> None:
         (U64,) * MAX_SPANS,
         U64,
         U64,
+        U64,
     )
     assert len(encode(worst)) < 4096
     assert len(encode(Failed(A, U64, U64, "\N{GOAT}" * MAX_TEXT))) < CONTROL_NBYTES
     goats = ("\N{GOAT}" * MAX_ATTEMPT_TEXT,) * MAX_ATTEMPTS
     digests = ("0" * 32,) * MAX_LAYERS
-    measured = Measured(*(U64,) * 14)
+    measured = Measured(*(U64,) * 15)
     reason = "\N{GOAT}" * MAX_TEXT
-    ended = Ended(U64, "failed", reason, "", measured, "0" * 32, digests, "malformed", goats)
+    choice = RouteChoice("streamed", U64, U64, "\N{GOAT}" * MAX_CHOICE_TEXT)
+    ended = Ended(
+        U64, "failed", reason, "", measured, "0" * 32, digests, "malformed", goats, choice
+    )
     assert len(encode(ended)) < CONTROL_NBYTES - 512
 
 

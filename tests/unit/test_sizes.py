@@ -137,7 +137,7 @@ def test_a_prompt_of_2_31_positions_is_served() -> None:
     identity = grant.attempt, grant.slot, grant.generation
     half = LONG // 2
     for message in (
-        Progress(*identity, (Span(0, 4, half, LONG), Span(0, 4, 0, half)), (), 0, U64),
+        Progress(*identity, (Span(0, 4, half, LONG), Span(0, 4, 0, half)), (), 0, U64, U64),
         SourceFinal(*identity, "logits", 0, 0, U64),
         Released(*identity),
     ):
@@ -169,7 +169,7 @@ def test_numbers_of_64_bits_travel_as_they_are(number: int) -> None:
         assert decode_to_source(encode(down)) == down
     spans = (Span(number, number, number, number),)
     for up in (
-        Progress(attempt, number, number, spans, (number,), number, number),
+        Progress(attempt, number, number, spans, (number,), number, number, number),
         SourceFinal(attempt, number, number, "token", number, number, number),
         Computing(attempt, number, number),
     ):

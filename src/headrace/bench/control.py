@@ -36,7 +36,7 @@ from headrace.protocol.commands import Publish, StartImport, StartPrefill
 from headrace.protocol.owner import Owner
 
 NUM_TOKENS = 2048
-ROW = Progress(AttemptId(2**60, 7, 1), 0, 3, (Span(4, 5, 0, NUM_TOKENS),), (), 2**50, 2**50)
+ROW = Progress(AttemptId(2**60, 7, 1), 0, 3, (Span(4, 5, 0, NUM_TOKENS),), (), 2**50, 2**50, 2**50)
 
 
 def run(requests: int, round_trips: int) -> Iterator[dict[str, Any]]:
@@ -67,7 +67,9 @@ def span_costs_ns(requests: int) -> list[int]:
         (grant,) = (c for c in owner.commands() if isinstance(c, StartPrefill))
         lease = (grant.attempt, grant.slot, grant.generation)
         for layer in range(30):
-            payload = encode(Progress(*lease, (Span(layer, layer + 1, 0, NUM_TOKENS),), (), 1, 2))
+            payload = encode(
+                Progress(*lease, (Span(layer, layer + 1, 0, NUM_TOKENS),), (), 1, 1, 2)
+            )
             begun_ns = time.perf_counter_ns()
             message = decode_from_source(payload)
             if isinstance(message, Progress):

@@ -101,7 +101,7 @@ class _Bench:
         measured = request.measured
         if measured is None:
             raise TransferFailed(request.reason)
-        begun_ns = request.owner_intervals[0].begun_ns if one_copy else measured.prefill_begun_ns
+        begun_ns = request.imports[0].begun_ns if one_copy else measured.prefill_begun_ns
         wall_ns = measured.published_ns - begun_ns
         cpu_ns = owner_ns + (0 if one_copy else source_ns)
         return {

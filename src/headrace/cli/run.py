@@ -26,7 +26,7 @@ from headrace.cli.shown import Printer, shown_of
 from headrace.engine.text import ByteText, TextCodec
 from headrace.errors import HeadraceError, Refused
 from headrace.geometry import MAX_POSITIONS
-from headrace.messages import Route
+from headrace.messages import AskedRoute
 from headrace.runtime.config import OwnerConfig
 from headrace.runtime.log import configure
 from headrace.runtime.requests import MAX_ATTEMPTS_BY_DEFAULT, ROUTES, RequestOptions
@@ -199,9 +199,11 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _run_routes(
     client: OwnerClient, options: RunOptions, tokens: list[int], codec: TextCodec
-) -> dict[Route, RouteResult]:
+) -> dict[AskedRoute, RouteResult]:
     compare = options.route == "compare"
-    routes: tuple[Route, ...] = ROUTES if compare else (options.route,)  # type: ignore[assignment]
+    routes: tuple[AskedRoute, ...] = (
+        ROUTES if compare else (options.route,)  # type: ignore[assignment]
+    )
     asked = RequestOptions(
         group_layers=options.group_layers,
         prefill_chunk=options.prefill_chunk,
@@ -215,12 +217,12 @@ def _run_routes(
         on_failure=options.on_failure,
         max_attempts=options.max_attempts or MAX_ATTEMPTS_BY_DEFAULT,
         audit=compare,
-        trace=True,
+        trace=compare or options.trace is not None,
     )
     if compare:  # first use of the kernels and of the memory must not count for one route
         warm = replace(asked, max_tokens=min(2, asked.max_tokens), audit=False, trace=False)
         _one(client, warm, tokens[:WARM_UP_TOKENS], None)
-    results: dict[Route, RouteResult] = {}
+    results: dict[AskedRoute, RouteResult] = {}
     for route in routes:
         chunk = options.chunk or (CHUNKED_POSITIONS if route == "chunked" else 0)
         mine = replace(asked, route=route, chunk=chunk)
@@ -260,7 +262,7 @@ class RequestFailed(HeadraceError):
     """A request ended as failed; the text is its reason."""
 
 
-def _write_trace(path: Path, results: dict[Route, RouteResult]) -> None:
+def _write_trace(path: Path, results: dict[AskedRoute, RouteResult]) -> None:
     runs = [
         (route, result.source_intervals, result.owner_intervals, result.ended.measured)
         for route, result in results.items()
@@ -270,7 +272,7 @@ def _write_trace(path: Path, results: dict[Route, RouteResult]) -> None:
 
 
 def _report(
-    options: RunOptions, codec: TextCodec, tokens: list[int], results: dict[Route, RouteResult]
+    options: RunOptions, codec: TextCodec, tokens: list[int], results: dict[AskedRoute, RouteResult]
 ) -> int:
     stop_tokens = _stop_tokens(options, codec)
     shown = {

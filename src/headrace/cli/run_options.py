@@ -11,7 +11,7 @@ from headrace.errors import Refused
 from headrace.geometry import Emission
 from headrace.messages import MAX_ATTEMPTS, OnFailure, Sampling
 from headrace.runtime.log import LEVELS
-from headrace.runtime.requests import ROUTES
+from headrace.runtime.requests import ASKED_ROUTES
 
 MAX_SEED = (1 << 63) - 1
 
@@ -92,8 +92,9 @@ class RunOptions:
 
 def check_options(options: RunOptions) -> None:
     """Refuse what makes no sense, with one sentence, before anything is started."""
-    if options.route not in (*ROUTES, "compare"):
-        raise Refused(f"unknown route {options.route!r}; choose {', '.join(ROUTES)} or compare")
+    if options.route not in (*ASKED_ROUTES, "compare"):
+        routes = ", ".join(ASKED_ROUTES)
+        raise Refused(f"unknown route {options.route!r}; choose {routes} or compare")
     if options.log_level.upper() not in LEVELS:
         raise Refused(f"unknown log level {options.log_level!r}; choose {', '.join(LEVELS)}")
     check_name("source", options.source)

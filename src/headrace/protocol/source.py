@@ -85,6 +85,7 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         self._held: list[Span] = []
         self._digests: list[int] = []
         self._begun_ns = 0
+        self._write_ns: int | None = None
         self._num_sent = 0
         self._ended = False
         self._broken = ""
@@ -147,8 +148,17 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         self._last_word_ns = now_ns
         return [Computing(self.prefill.attempt, self.prefill.slot, self.prefill.generation)]
 
-    def commit(self, spans: Sequence[Span], digests: Sequence[int], now_ns: int) -> list[Progress]:
+    def commit(
+        self,
+        spans: Sequence[Span],
+        digests: Sequence[int],
+        now_ns: int,
+        *,
+        write_ns: int | None = None,
+    ) -> list[Progress]:
         """The cells of `spans` lie in the slot; returns what to send now, perhaps nothing yet.
+
+        `write_ns`: when the first of them was handed out; by default the writing took no time.
 
         Raises:
             Cancelled: the attempt was cancelled.
@@ -172,6 +182,8 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         except RemoteProtocolError as exc:
             raise self._break(f"the engine committed {exc}") from exc
         self._step(SourceEvent.COMMIT)
+        if self._write_ns is None:
+            self._write_ns = now_ns if write_ns is None else write_ns
         self._held += spans
         self._digests += digests
         rest = len(self._held) % MAX_SPANS  # full messages go at once, the rest when it is due
@@ -245,13 +257,14 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
                     tuple(self._held[at:stop]),
                     tuple(self._digests[at:stop]),
                     self._begun_ns,
+                    now_ns if self._write_ns is None else max(self._begun_ns, self._write_ns),
                     now_ns,
                 )
             )
         del self._held[:count], self._digests[:count]
         self._num_sent += len(out)
         if out and not self._held:
-            self._begun_ns = now_ns
+            self._begun_ns, self._write_ns = now_ns, None
         return out
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headrace.backends.base import Decoder, Entry, Fence, Reservation, SlotView
 from headrace.errors import LocalProtocolError
 from headrace.ids import AttemptId, Span
-from headrace.messages import Interval, Measured, Progress, SourceFinal
+from headrace.messages import RouteChoice
 from headrace.plan import Plan
-from headrace.protocol.books import AttemptMessage
 from headrace.protocol.commands import Cause
-from headrace.runtime.requests import Request
+from headrace.runtime.record import Record
+from headrace.runtime.requests import Request, RequestOptions
 
 if TYPE_CHECKING:
     from headrace.engine.sampling import Sampler
@@ -42,24 +42,12 @@ class Active:
         self.callback_error = ""  # what a caller's callback raised
         self.poisoned: Fence | None = None  # of the poison in its storage, before any import
         self.poison_slot: SlotView | None = None  # what it is copied from, until it is fenced
-        self._imports: list[tuple[int, int]] = []  # (fenced at ns, bytes)
-        self._nbytes_imported = 0
-        self._prefill_begun_ns = 0
-        self._source_final_ns = 0
-        self._published_ns = 0
-        self._first_token_ns = 0
-        self._last_group_ns = 0
-        self._last_group_nbytes = 0
-        self._num_spans = 0
-        self._num_groups = 0
-        self._steps: deque[tuple[int, int]] = deque(maxlen=64)  # of others, the last before publish
+        self.choice: RouteChoice | None = None
+        self.record = Record(self.request, self._submitted_ns)
 
     def retry(self, reason: str) -> None:
         """The attempt failed and is quiet: the next one goes on, with its storage if it has any."""
-        request = self.request
-        request.attempts.append(reason)
-        request.source_intervals.clear()
-        request.owner_intervals.clear()
+        self.request.attempts.append(reason)
         self._begin(self.attempt.next)
 
     @property
@@ -87,42 +75,35 @@ class Active:
         """The prompt as little-endian u32 ids."""
         return memoryview(self._prompt).cast("B")
 
-    def heard(self, message: AttemptMessage) -> None:
-        """Note what the source told, for the record only."""
-        if isinstance(message, Progress) and self.plan is not None:
-            nbytes = sum(self.plan.span_nbytes(span) for span in message.spans)
-            self._num_spans += len(message.spans)
-            self._num_groups += 1
-            self._last_group_ns = message.ready_ns
-            self._last_group_nbytes = nbytes
-            if self.request.options.trace:
-                name = ", ".join(map(str, message.spans[:4]))
-                self.request.source_intervals.append(
-                    Interval(name, message.begun_ns, message.ready_ns, nbytes)
-                )
-        elif isinstance(message, SourceFinal):
-            self._prefill_begun_ns = message.begun_ns
-            self._source_final_ns = message.ready_ns
+    def routed(self, choice: RouteChoice) -> None:
+        """What `auto` came to for this attempt."""
+        self.choice = self.request.choice = choice
+
+    @property
+    def options(self) -> RequestOptions:
+        """The request's options, with the route and the cuts that were chosen for it."""
+        choice = self.choice
+        if choice is None:
+            return self.request.options
+        return replace(
+            self.request.options,
+            route=choice.route,
+            group_layers=choice.group_layers,
+            chunk=choice.chunk,
+        )
 
     def imported(self, piece: Span, begun_ns: int, ended_ns: int, nbytes: int) -> None:
         """An import was fenced."""
-        self._imports.append((ended_ns, nbytes))
-        self._nbytes_imported += nbytes
+        self.record.imported(piece, begun_ns, ended_ns, nbytes)
         request = self.request
-        if request.options.trace:
-            request.owner_intervals.append(Interval(str(piece), begun_ns, ended_ns, nbytes))
         if request.on_progress is not None:
-            self._call(request.on_progress, piece, self._nbytes_imported, self.the_plan.nbytes)
-
-    def decoded_meanwhile(self, begun_ns: int, ended_ns: int) -> None:
-        """The owner decoded for others; what of it stood in the way is known at publishing."""
-        if not self._published_ns:
-            self._steps.append((begun_ns, ended_ns))
+            arrived = self.record.nbytes_imported
+            self._call(request.on_progress, piece, arrived, self.the_plan.nbytes)
 
     def published(self, entry: Entry) -> None:
         """The entry is visible."""
         self.held = entry
-        self._published_ns = time.monotonic_ns()
+        self.record.publish()
 
     def choose(self, logits: memoryview) -> int:
         """Sample the next token from a row of float32 logits."""
@@ -138,7 +119,7 @@ class Active:
         """Add a token; True if it was the request's last."""
         request = self.request
         if not request.tokens:
-            self._first_token_ns = time.monotonic_ns()
+            self.record.first_token()
         request.tokens.append(token)
         if request.on_token is not None:
             self._call(request.on_token, token)
@@ -171,31 +152,15 @@ class Active:
         request.cause = "" if cause is None else cause.value
         if request.options.audit and request.tokens:
             request.logits_digest = self._logits.hexdigest()
-        if self._published_ns:
-            request.measured = self._measured()
+        if self.record.published:
+            request.measured = self.record.measured(self.the_plan.nbytes)
         request.outcome = outcome
+        self.record.ended(outcome, request.cause)
 
-    def _measured(self) -> Measured:
-        final_ns = self._source_final_ns
-        return Measured(
-            submitted_ns=self._submitted_ns,
-            prefill_begun_ns=self._prefill_begun_ns,
-            source_final_ns=final_ns,
-            last_group_ns=self._last_group_ns,
-            published_ns=self._published_ns,
-            first_token_ns=self._first_token_ns,
-            ended_ns=time.monotonic_ns(),
-            kv_nbytes=self.the_plan.nbytes,
-            nbytes_before_final=sum(n for at_ns, n in self._imports if at_ns <= final_ns),
-            last_group_nbytes=self._last_group_nbytes,
-            spans=self._num_spans,
-            groups=self._num_groups,
-            imports=len(self._imports),
-            decode_in_the_way_ns=sum(
-                max(0, min(ended_ns, self._published_ns) - max(begun_ns, final_ns))
-                for begun_ns, ended_ns in self._steps
-            ),
-        )
+    def drained(self) -> None:
+        """What it held is free again, or set apart."""
+        self.record.drained()
+        self.request.drained = True
 
 
 def reason_of(exc: BaseException) -> str:

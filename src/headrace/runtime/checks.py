@@ -64,6 +64,8 @@ def check_request(
 
 
 def _check_cuts(options: RequestOptions, plan: Plan) -> None:
+    if options.route == "auto":
+        return  # what is chosen can be told
     num_spans = expected_spans(grant(AttemptId(0, 0, 0), 0, 0, plan.num_tokens, options), plan)
     if num_spans > MOST_SPANS:
         raise Refused(
@@ -76,13 +78,16 @@ def _check_cuts(options: RequestOptions, plan: Plan) -> None:
 def grant(
     attempt: AttemptId, slot: int, generation: int, num_tokens: int, options: RequestOptions
 ) -> Prefill:
-    """The message that grants a source its slot, with how the request is to be cut."""
+    """The message that grants a source its slot, with how the request is to be cut.
+
+    A request that asks for `auto` and for which nothing was chosen goes whole.
+    """
     return Prefill(
         attempt,
         slot,
         generation,
         num_tokens,
-        options.route,
+        "whole" if options.route == "auto" else options.route,
         options.group_layers,
         options.chunk,
         options.prefill_chunk,
@@ -104,7 +109,11 @@ def _check_sampling(sampling: Sampling) -> None:
 
 
 def check_bounds(
-    progress_timeout_s: float, drain_timeout_s: float, chunk_nbytes: int, budget_nbytes: int | None
+    progress_timeout_s: float,
+    drain_timeout_s: float,
+    chunk_nbytes: int,
+    budget_nbytes: int | None,
+    import_share: float,
 ) -> None:
     """Refuse bounds of an owner that would bound nothing, by their names."""
     for name, seconds in (
@@ -113,6 +122,11 @@ def check_bounds(
     ):
         if not 0 < seconds <= MAX_DEADLINE_S:
             raise Refused(f"{name} is {seconds}; it is a time in seconds above 0", field=name)
+    if not 0 < import_share <= 1:
+        raise Refused(
+            f"import_share is {import_share}; it is a share of decode time above 0, at most 1",
+            field="import_share",
+        )
     for name, nbytes in (("chunk_nbytes", chunk_nbytes), ("budget_nbytes", budget_nbytes)):
         if nbytes is not None and nbytes < 1:
             raise Refused(f"{name} is {nbytes}; it is a number of bytes above 0", field=name)

@@ -86,8 +86,10 @@ class Decoding:
             pass_on(exc)
             return
         self._entries.rotate(-1)
+        ended_ns = time.monotonic_ns()
         for other in self._actives.values():
-            other.decoded_meanwhile(begun_ns, time.monotonic_ns())
+            other.record.neighbour_decoded(begun_ns, ended_ns)
+        active.record.decoded(begun_ns, ended_ns)
         last = active.take(token)
         if not self._ended_by_callback(active) and last:
             self.finish(active, "finished", "", None)

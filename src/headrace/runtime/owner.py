@@ -26,14 +26,14 @@ from headrace.runtime.active import Active, reason_of
 from headrace.runtime.checks import check_bounds, check_request, prompt_of
 from headrace.runtime.local import LocalSource
 from headrace.runtime.requests import Request, RequestOptions
+from headrace.runtime.share import IMPORT_SHARE, ImportShare
 from headrace.runtime.shell import Shell
 from headrace.runtime.sources import Sources
 from headrace.runtime.supervisor import RestartPolicy
 from headrace.runtime.watch import Watch
 from headrace.runtime.worker import SourceHandle
 
-IDLE_BUDGET_NBYTES = 64 << 20  # imported in one turn when nobody decodes and nothing comes in
-SHARED_BUDGET_NBYTES = 8 << 20  # imported in one turn between two decode steps
+IDLE_BUDGET_NBYTES = 64 << 20  # imported in one turn, unless something comes in or somebody decodes
 
 MAX_FLIGHTS = 64  # imports begun and not fenced, on a device that copies by itself,
 MAX_FLIGHT_NBYTES = 16 << 20  # and their bytes: what a cancelled lane waits for
@@ -60,14 +60,16 @@ class DecoderOwner(Shell):
         progress_timeout_s: float = 600.0,
         drain_timeout_s: float = 120.0,
         budget_nbytes: int | None = None,
+        import_share: float = IMPORT_SHARE,
         local: PrefillEngine | None = None,
     ) -> None:
         """`context`: the longest prompt plus its tokens, in positions, that a lane holds.
 
         `progress_timeout_s`: how long a running source may be silent. `drain_timeout_s`: how long
         one may keep a slot that is no longer wanted before it is ended, and how long an import may
-        take to be fenced. `budget_nbytes`: imported in one turn at most; by default 64 MiB, and 8
-        MiB between two decode steps. A caller that decodes by itself sets what its steps can spare.
+        take to be fenced. `budget_nbytes`: imported in one turn at most, by default 64 MiB; a
+        caller that decodes by itself sets what its steps can spare. `import_share`: while entries
+        decode here, the time that imports may take from the owner, as a share of decode time.
         `local`: an engine that runs in this process for requests with `on_failure="local"`; it is
         closed with the owner. Its one slot is made when the first such request is submitted.
 
@@ -75,7 +77,7 @@ class DecoderOwner(Shell):
             Refused: the decoder has no ordered, fenceable copy, `local` does not fit it, or a bound
             is none.
         """
-        check_bounds(progress_timeout_s, drain_timeout_s, chunk_nbytes, budget_nbytes)
+        check_bounds(progress_timeout_s, drain_timeout_s, chunk_nbytes, budget_nbytes, import_share)
         if not decoder.caps.ordered_copy:
             raise Refused("this decoder has no ordered copy with a fence; it cannot own a cache")
         self.context = context
@@ -98,7 +100,8 @@ class DecoderOwner(Shell):
         self._closed = False
         self._turning = False
         self._checked = True  # whether the books were checked since it became idle
-        self._budget_nbytes = budget_nbytes
+        self._budget_nbytes = budget_nbytes or IDLE_BUDGET_NBYTES
+        self._share = ImportShare(import_share)
         self._each_turn: list[Callable[[], None]] = []
 
     # What a caller does.
@@ -154,6 +157,8 @@ class DecoderOwner(Shell):
                 self._poison.make(plan)
         if local:
             self._sources.open_local()
+        if options.route == "auto":
+            self._chooser.prepare()
         now_ns = time.monotonic_ns()
         deadline_ns = None
         if options.deadline_s is not None:
@@ -170,6 +175,7 @@ class DecoderOwner(Shell):
         self._check_open()
         if request.done:
             return
+        self._of_request[request.request].record.cancelled()
         decided = not self._machine.cancel(request.request, time.monotonic_ns())
         if decided and self._machine.state_of(request.request) is HandoffState.PUBLISHED:
             active = self._of_request[request.request]
@@ -198,8 +204,7 @@ class DecoderOwner(Shell):
         self._check_open()
         with self._in_turn():
             self._take_in(self._wait_s(timeout_s))
-            if self._decoding:
-                self._decoding.step()
+            self._decode()
             self._sources.run_local(self._take_in_meanwhile)
             self._sources.let_go()
             self._check_when_idle()
@@ -282,6 +287,7 @@ class DecoderOwner(Shell):
         return {
             **self._machine.statistics(),
             **self._sources.statistics(),
+            "auto": self._chooser.statistics(),
             "decoder": dict(self._decoder.statistics()),
             "requests": {
                 "open": len(self._active),
@@ -380,14 +386,24 @@ class DecoderOwner(Shell):
         """Begin imports piece by piece: until the budget is used, too much is in flight, or
         something has come in that may concern them.
         """
-        budget = SHARED_BUDGET_NBYTES if self._decoding else IDLE_BUDGET_NBYTES
-        budget = budget if self._budget_nbytes is None else self._budget_nbytes
-        while budget > 0 and self._has_room():
-            begun = self._machine.begin_imports(1, time.monotonic_ns())
+        budget = self._budget_nbytes
+        while budget > 0 and self._has_room() and (not self._decoding or self._share.may_begin):
+            begun_ns = time.monotonic_ns()
+            begun = self._machine.begin_imports(1, begun_ns)
             self._run_commands()
+            if begun:
+                self._share.spent(time.monotonic_ns() - begun_ns)
             budget -= begun
             if not begun or self._watch.is_ready():
                 return
+
+    def _decode(self) -> None:
+        if not self._decoding:
+            self._share.clear()
+            return
+        begun_ns = time.monotonic_ns()
+        self._decoding.step()
+        self._share.decoded(time.monotonic_ns() - begun_ns)
 
     def _has_room(self) -> bool:
         nbytes = sum(flight.nbytes for flight in self._flights.values())

@@ -13,6 +13,7 @@ import socket
 import sys
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TypeAlias
 
@@ -39,6 +40,8 @@ from headrace.messages import (
     Events,
     FromOwner,
     Inspect,
+    Interval,
+    Lane,
     Reinstate,
     Shutdown,
     Submit,
@@ -72,6 +75,7 @@ class OwnerProcess:
         self._owner = owner
         self._handle = handle
         self._running: dict[int, Request] = {}
+        self._draining: dict[int, tuple[Request, int]] = {}  # traced: with the intervals told
         self._outbox: deque[FromOwner] = deque()  # bounded by the requests' max_tokens
         self._shutdown = False
 
@@ -100,6 +104,10 @@ class OwnerProcess:
             if request.done:
                 del self._running[label]
                 self._end(label, request)
+        for label, (request, told) in list(self._draining.items()):
+            if request.drained:
+                del self._draining[label]
+                self._tell_intervals(label, "owner", request.owner_intervals[told:])
         self._flush()
 
     def _receive(self) -> None:
@@ -136,16 +144,16 @@ class OwnerProcess:
         except (Refused, RemoteProtocolError) as exc:
             named = exc.field if isinstance(exc, Refused) else ""
             reason, field = travelling_text(str(exc)), named or "request"
-            self._outbox.append(Ended(label, "failed", reason, field, None, "", (), "", ()))
+            self._outbox.append(Ended(label, "failed", reason, field, None, "", (), "", (), None))
         else:
             self._running[label] = request
 
     def _end(self, label: int, request: Request) -> None:
-        lanes = (("source", request.source_intervals), ("owner", request.owner_intervals))
-        for lane, intervals in lanes:
-            for at in range(0, len(intervals), MAX_INTERVALS):
-                batch = tuple(intervals[at : at + MAX_INTERVALS])
-                self._outbox.append(Events(label, lane, batch))  # type: ignore[arg-type]
+        self._tell_intervals(label, "source", request.source_intervals)
+        owners = [each for each in request.owner_intervals if each.kind != "drain"]
+        self._tell_intervals(label, "owner", owners)
+        if request.options.trace:
+            self._draining[label] = request, len(owners)
         self._outbox.append(
             Ended(
                 label,
@@ -157,8 +165,14 @@ class OwnerProcess:
                 request.kv_digests,
                 request.cause,
                 tuple(travelling_text(reason)[:MAX_ATTEMPT_TEXT] for reason in request.attempts),
+                request.choice,
             )
         )
+
+    def _tell_intervals(self, label: int, lane: Lane, intervals: Sequence[Interval]) -> None:
+        for at in range(0, len(intervals), MAX_INTERVALS):
+            batch = tuple(intervals[at : at + MAX_INTERVALS])
+            self._outbox.append(Events(label, lane, batch))
 
     def _flush(self) -> None:
         while self._outbox:

@@ -12,15 +12,18 @@ from headrace.geometry import MAX_POSITIONS, Emission, Manifest
 from headrace.ids import RequestId, Span
 from headrace.messages import (
     MAX_ATTEMPTS,
+    AskedRoute,
     Interval,
     Measured,
     OnFailure,
     Route,
+    RouteChoice,
     Sampling,
 )
 from headrace.protocol.admission import FailurePolicy
 
 ROUTES: tuple[Route, ...] = ("whole", "chunked", "streamed")
+ASKED_ROUTES: tuple[AskedRoute, ...] = (*ROUTES, "auto")
 DIGEST = "crc32"  # the one algorithm that runs; another is agreed on only when it is built
 EMISSIONS = ("layers", "cache_groups")
 ON_FAILURE: tuple[OnFailure, ...] = get_args(OnFailure)
@@ -32,13 +35,14 @@ MAX_DEADLINE_S = 1e9  # 30 years; beyond it, ns no longer fit the clock's arithm
 class RequestOptions:
     """How one request is prefilled, moved and decoded.
 
-    group_layers: layers of one layer group (streamed). chunk: positions of one transfer chunk, 0 =
-    all. prefill_chunk: positions computed at once, 0 = all; it changes the numbers a little, so it
-    is part of the pairing. max_tokens: tokens to decode, 0 = publish only. digest: verify every
-    span as landed. audit: keep digests of all logits rows and published cells. trace: keep the
-    intervals. deadline_s: the hand-off must be published within it, with all its attempts. hold:
-    stop at the published entry and keep it until `DecoderOwner.release`, for a caller that decodes
-    by itself.
+    route: `auto` takes the one that is predicted to be fastest and sets group_layers and chunk by
+    itself. group_layers: layers of one layer group (streamed). chunk: positions of one transfer
+    chunk, 0 = all. prefill_chunk: positions computed at once, 0 = all; it changes the numbers a
+    little, so it is part of the pairing. max_tokens: tokens to decode, 0 = publish only. digest:
+    verify every span as landed. audit: keep digests of all logits rows and published cells. trace:
+    keep the intervals. deadline_s: the hand-off must be published within it, with all its attempts.
+    hold: stop at the published entry and keep it until `DecoderOwner.release`, for a caller that
+    decodes by itself.
 
     on_failure: what follows when a source fails: `fail`, `retry` (up to `max_attempts` attempts in
     all, on another source where there is one), or `local` (the owner prefills by itself where it
@@ -46,7 +50,7 @@ class RequestOptions:
     if none of it is left.
     """
 
-    route: Route = "whole"
+    route: AskedRoute = "whole"
     group_layers: int = 1
     chunk: int = 0
     prefill_chunk: int = 0
@@ -72,8 +76,10 @@ class RequestOptions:
 
     def check_values(self) -> None:
         """Refuse what makes no sense, whoever serves it, by the option's name."""
-        if self.route not in ROUTES:
-            raise Refused(f"route {self.route!r} is not one of {', '.join(ROUTES)}", field="route")
+        if self.route not in ASKED_ROUTES:
+            raise Refused(
+                f"route {self.route!r} is not one of {', '.join(ASKED_ROUTES)}", field="route"
+            )
         for name, least, most in (
             ("group_layers", 1, MAX_POSITIONS - 1),
             ("chunk", 0, MAX_POSITIONS - 1),
@@ -105,7 +111,7 @@ class RequestOptions:
     def check(self, source: Manifest, decoder: Manifest) -> None:
         """Refuse what makes no sense, or what this pair cannot do, by the option's name."""
         self.check_values()
-        if self.route != "whole" and not source.emits:
+        if self.route not in ("whole", "auto") and not source.emits:
             raise Refused(
                 f"this source gives whole results only and cannot serve route {self.route!r}",
                 field="route",
@@ -129,8 +135,9 @@ class Request:
     entry, logits: of a request that asked to `hold`: what was published, and the source's final row
     of logits (empty if it gave a token id, which is then the only one of `tokens`). cause: why it
     did not finish, as one of `Cause`'s words; empty while it runs and when it finished. attempts:
-    the reasons of attempts that failed and that another followed. The intervals and what is
-    measured are those of the last attempt, but for the time of submission.
+    the reasons of attempts that failed and that another followed. The intervals, the choice of
+    route `auto` and what is measured are those of the last attempt, but for the time of submission.
+    drained: what it held is free again, or set apart.
     """
 
     request: RequestId
@@ -144,12 +151,19 @@ class Request:
     cause: str = ""
     attempts: list[str] = field(default_factory=list)
     measured: Measured | None = None
+    choice: RouteChoice | None = None
+    drained: bool = False
     logits_digest: str = ""
     kv_digests: tuple[str, ...] = ()
     entry: Entry | None = None
     logits: bytes = b""
     source_intervals: list[Interval] = field(default_factory=list)
     owner_intervals: list[Interval] = field(default_factory=list)
+
+    @property
+    def imports(self) -> list[Interval]:
+        """The imports among the owner's intervals, as they were fenced."""
+        return [each for each in self.owner_intervals if each.kind == "import"]
 
     @property
     def done(self) -> bool:

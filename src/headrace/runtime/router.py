@@ -46,6 +46,7 @@ _M = TypeVar("_M", bound=FromOwner)
 OWNER_MODULE = "headrace.runtime.owner_main"
 QUEUED_MESSAGES = 64
 QUEUED_NBYTES = 1024
+DRAIN_WITHIN_S = 5.0  # how long the end of a traced request waits for its storage to be free
 
 
 class OwnerFailed(HeadraceError):
@@ -72,6 +73,7 @@ class OwnerClient:
         self._up = False
         self._next_label = 0
         self._num_ended = 0
+        self._traced: set[int] = set()
         self._inbox: dict[int, deque[FromOwner]] = {}  # ends with each request's `Ended`
 
     def start(self) -> Up:
@@ -136,6 +138,8 @@ class OwnerClient:
             self._send(message, [fd])
         finally:
             os.close(fd)
+        if options.trace:
+            self._traced.add(label)
         return label
 
     def withdraw(self, label: int) -> None:
@@ -170,8 +174,22 @@ class OwnerClient:
             elif isinstance(message, Events):
                 lanes[message.lane] += message.intervals
             elif isinstance(message, Ended):
+                if label in self._traced:
+                    lanes["owner"] += self._drain_of(label)
                 del self._inbox[label]
                 return RouteResult(tokens, message, lanes["source"], lanes["owner"])
+
+    def _drain_of(self, label: int) -> Sequence[Interval]:
+        """What a traced request's owner tells when its storage is free, if that is soon."""
+        self._traced.discard(label)
+        inbox, give_up_s = self._inbox[label], time.monotonic() + DRAIN_WITHIN_S
+        while not inbox:
+            message = self._receive(give_up_s)
+            if message is None:
+                return ()
+            self._keep(message)
+        last = inbox.popleft()
+        return last.intervals if isinstance(last, Events) else ()
 
     def inspect(self) -> Inspected:
         """What the owner holds: counts, what is quarantined, each lane and slot as a line.
@@ -248,6 +266,14 @@ class OwnerClient:
             self._num_ended += isinstance(message, Ended)
 
     def _next(self, give_up_s: float | None = None) -> FromOwner:
+        message = self._receive(give_up_s)
+        if message is None:
+            self._up = False
+            raise OwnerFailed("the owner stands still: it did not end a request")
+        return message
+
+    def _receive(self, give_up_s: float | None) -> FromOwner | None:
+        """The next message; None if there is none until then."""
         if self._channel is None or self._child is None:
             raise PeerDied("the owner was not started")
         while True:
@@ -256,8 +282,7 @@ class OwnerClient:
             except WouldBlock:
                 left_s = 60.0 if give_up_s is None else give_up_s - time.monotonic()
                 if left_s <= 0:
-                    self._up = False
-                    raise OwnerFailed("the owner stands still: it did not end a request") from None
+                    return None
                 self._channel.wait_readable(min(left_s, 60.0))
                 continue
             except PeerDied as exc:

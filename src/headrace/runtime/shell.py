@@ -46,6 +46,7 @@ from headrace.runtime.decoding import Decoding
 from headrace.runtime.digest import crc32
 from headrace.runtime.poison import PoisonMemory, fill, kv_range, poison_in
 from headrace.runtime.requests import RequestOptions
+from headrace.runtime.routing import RouteChooser
 from headrace.runtime.sources import Sources
 
 _log = logging.getLogger("headrace.owner")
@@ -92,6 +93,7 @@ class Shell:
         self._apart: dict[AttemptId, Reservation | Entry] = {}  # what is quarantined, if known
         self._decoding = Decoding(machine, decoder, self._active, self._run_commands)
         self._poison = PoisonMemory()
+        self._chooser = RouteChooser()
         self._commands: deque[Command] = deque()
         self._failures: list[Callable[[], None]] = []
         self._carrying_out = False
@@ -127,7 +129,9 @@ class Shell:
         dropped = self._machine.dropped.total()
         self._machine.message(source, message, time.monotonic_ns(), fault)
         if active is not None and self._machine.dropped.total() == dropped:
-            active.heard(message)  # only now: what was refused may hold anything
+            active.record.heard(
+                message, active.plan
+            )  # only now: what was refused may hold anything
         self._run_commands()
 
     # What the machine commands.
@@ -140,6 +144,8 @@ class Shell:
         active = self._active.pop(attempt, None)
         if active is not None:
             self._of_request.pop(active.request.request)
+            if active.request.done:
+                active.drained()
         return active
 
     def _run_commands(self) -> None:
@@ -236,15 +242,20 @@ class Shell:
         active = self._active[command.attempt]
         plan = self._sources.plans[command.source](active.request.num_tokens)
         active.plan = plan
-        slot = self._handles[command.source].slot(command.slot)
+        handle, options = self._handles[command.source], active.request.options
+        if options.route == "auto":
+            emits = handle.manifest.emits
+            active.routed(self._chooser.choose(command.source, plan, options, emits))
+        slot = handle.slot(command.slot)
         prompt = active.prompt_bytes()
         slot[plan.slot.prompt_offset : plan.slot.prompt_offset + len(prompt)] = prompt
-        options = active.request.options
+        options = active.options
         if options.digest or options.poison:
             begin, end = kv_range(plan)
             fill(slot[begin:end])
         _log.debug("prefill granted: %s, slot %d", command.attempt, command.slot)
         identity = command.attempt, command.slot, command.generation
+        active.record.granted()
         self._send(command.source, grant(*identity, plan.num_tokens, options))
 
     def _send(self, source: SourceId, message: Prefill | Cancel) -> None:
@@ -356,6 +367,8 @@ class Shell:
             return
         active.published(entry)
         self._sources.served(command.source)
+        measured = active.record.measured(active.the_plan.nbytes)
+        self._chooser.learn(command.source, active.the_plan, active.options, measured)
         _log.debug("published: %s", command.attempt)
         self._machine.published(command.attempt, time.monotonic_ns())
         self._decoding.begin(active, command.token, logits)

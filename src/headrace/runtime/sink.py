@@ -92,12 +92,13 @@ class SlotSink:
             for part in range(len(self.plan.layers[layer].parts))
         ]
 
-    def _commit(self, spans: Sequence[Span]) -> None:
+    def _commit(self, spans: Sequence[Span], write_ns: int | None) -> None:
         self._check()
         if self._attempt.stamps_layers:
             spans = [layer for span in spans for layer in self.plan.by_layer(span)]
         digests = [self._digest(span) for span in spans] if self.options.digest else []
-        for message in self._attempt.commit(spans, digests, time.monotonic_ns()):
+        now_ns = time.monotonic_ns()
+        for message in self._attempt.commit(spans, digests, now_ns, write_ns=write_ns):
             self._send(message)
 
     def _digest(self, span: Span) -> int:
@@ -116,11 +117,14 @@ class SlotWriter:
         self._sink = sink
         self._spans = spans
         self._committed = False
+        self._write_ns: int | None = None
 
     def cells(self, layer: int) -> list[Cells]:
         """The places of the layer's parts in these spans, part by part within each span."""
         if self._committed:
             raise LocalProtocolError(f"cells of {self._spans} asked for after their commit")
+        if self._write_ns is None:
+            self._write_ns = time.monotonic_ns()
         return [
             cells
             for span in self._spans
@@ -133,7 +137,7 @@ class SlotWriter:
         if self._committed:
             raise LocalProtocolError(f"{self._spans} committed twice")
         self._committed = True
-        self._sink._commit(self._spans)
+        self._sink._commit(self._spans, self._write_ns)
 
     def __enter__(self) -> Self:
         return self

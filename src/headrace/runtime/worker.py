@@ -347,4 +347,4 @@ def worst_progress_nbytes() -> int:
     span = Span(2**16 - 1, 2**16 - 1, big, big)
     digests: Sequence[int] = (big,) * MAX_SPANS
     spans = (span,) * MAX_SPANS
-    return len(encode(Progress(attempt, big, big, spans, tuple(digests), 2**62, 2**62)))
+    return len(encode(Progress(attempt, big, big, spans, tuple(digests), 2**62, 2**62, 2**62)))

@@ -349,4 +349,4 @@ def _progress(
     spans: tuple[Span, ...],
     digests: tuple[int, ...] = (),
 ) -> Progress:
-    return Progress(attempt, SlotIndex(slot), Generation(generation), spans, digests, 0, 0)
+    return Progress(attempt, SlotIndex(slot), Generation(generation), spans, digests, 0, 0, 0)

@@ -68,7 +68,7 @@ class Voice:
 
     def progress(self, *spans: Span, digests: tuple[int, ...] | None = None) -> Progress:
         stamps = digests if digests is not None else (0,) * len(spans) * self.prefill.digest
-        return Progress(*self.identity, spans, stamps, 0, 0)
+        return Progress(*self.identity, spans, stamps, 0, 0, 0)
 
     def computing(self) -> Computing:
         return Computing(*self.identity)

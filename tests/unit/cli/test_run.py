@@ -53,7 +53,7 @@ class StandIn:
                 break
         outcome = "cancelled" if withdrawn else "finished"
         rows = "rows" if self.asked[label].audit and told else ""
-        return RouteResult(told, Ended(label, outcome, "", "", None, rows, ("kv",), "", ()))  # type: ignore[arg-type]
+        return RouteResult(told, Ended(label, outcome, "", "", None, rows, ("kv",), "", (), None))  # type: ignore[arg-type]
 
     def close(self) -> None:
         pass
@@ -224,7 +224,7 @@ def test_a_failure_names_its_cause_and_all_attempts(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ended = Ended(0, "failed", "why", "", None, "", (), cause, attempts)
+    ended = Ended(0, "failed", "why", "", None, "", (), cause, attempts, None)
     monkeypatch.setattr(StandIn, "ended", ended)
     assert run_command(RUN) == 1
     assert capsys.readouterr().err == f"headrace: {sentence}\n"
@@ -233,7 +233,7 @@ def test_a_failure_names_its_cause_and_all_attempts(
 def test_attempts_that_failed_before_it_finished_are_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = Ended(0, "finished", "", "", None, "", (), "", ("[it] died",))
+    ended = Ended(0, "finished", "", "", None, "", (), "", ("[it] died",), None)
     monkeypatch.setattr(StandIn, "ended", ended)
     assert run_command(RUN) == 0
     assert "attempt 1 failed: [it] died" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def test_the_earliest_stop_string_cuts() -> None:
 def test_why_a_request_ended(
     text: bytes, outcome: str, stops: tuple[str, ...], shown: Shown
 ) -> None:
-    ended = Ended(0, outcome, "", "", None, "", (), "", ())  # type: ignore[arg-type]
+    ended = Ended(0, outcome, "", "", None, "", (), "", (), None)  # type: ignore[arg-type]
     told = shown_of(RouteResult(list(text), ended), TEXT, stops, (ord("."),))
     assert told == shown
     assert told.outcome == ("cancelled" if shown.finish_reason is None else "finished")

@@ -241,7 +241,7 @@ class Shell:
         """The source of the last attempt tells spans; without any, all cells."""
         told = spans or (Span(0, len(self.kinds), 0, 4),)
         g = self.grants_of(request)[-1]
-        self.send(Progress(g.attempt, g.slot, g.generation, told, tuple(digests), 0, 0))
+        self.send(Progress(g.attempt, g.slot, g.generation, told, tuple(digests), 0, 0, 0))
 
     def computing(self, request: RequestId) -> None:
         g = self.grants_of(request)[-1]

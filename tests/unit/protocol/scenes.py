@@ -74,7 +74,7 @@ def sources_of(shell: Shell, request: RequestId) -> list[int]:
 def messages_of(attempt: AttemptId, slot: int, generation: int) -> list[AttemptMessage]:
     """One of each, the write token's return last."""
     return [
-        Progress(attempt, slot, generation, (WHOLE,), (), 0, 0),
+        Progress(attempt, slot, generation, (WHOLE,), (), 0, 0, 0),
         Computing(attempt, slot, generation),
         SourceFinal(attempt, slot, generation, "logits", 0, 0, 0),
         Failed(attempt, slot, generation, "x"),

@@ -659,7 +659,7 @@ def test_a_message_that_is_nobodys_is_counted_and_dropped() -> None:
     [
         (Computing(AttemptId(EPOCH, 0, 1), 1, 0), "", "slot 1 generation 0 is not its lease"),
         (
-            Progress(AttemptId(EPOCH, 0, 1), 0, 0, (Span(0, 9, 0, 4),), (), 0, 0),
+            Progress(AttemptId(EPOCH, 0, 1), 0, 0, (Span(0, 9, 0, 4),), (), 0, 0, 0),
             "",
             "outside the model",
         ),

@@ -385,7 +385,7 @@ def test_three_attempts_never_hear_one_another() -> None:
     for old in grants[:2]:
         for now in grants:
             identity = old.attempt, now.slot, now.generation
-            shell.send(Progress(*identity, (WHOLE,), (), 0, 0))
+            shell.send(Progress(*identity, (WHOLE,), (), 0, 0, 0))
             shell.send(SourceFinal(*identity, "logits", 0, 0, 0))
             shell.send(Released(*identity))
     assert trace(shell) == before

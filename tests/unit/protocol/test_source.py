@@ -203,10 +203,10 @@ def test_the_last_message_gives_the_write_token_back_once(made: str) -> None:
 def test_a_commit_is_announced_with_its_times() -> None:
     attempt = running()
     assert attempt.commit([Span(0, 1, 0, N)], [], 20) == [
-        Progress(A, 0, 0, (Span(0, 1, 0, N),), (), 10, 20)
+        Progress(A, 0, 0, (Span(0, 1, 0, N),), (), 10, 20, 20)
     ]
-    assert attempt.commit([Span(1, 3, 0, N)], [], 30) == [
-        Progress(A, 0, 0, (Span(1, 3, 0, N),), (), 20, 30)
+    assert attempt.commit([Span(1, 3, 0, N)], [], 30, write_ns=25) == [
+        Progress(A, 0, 0, (Span(1, 3, 0, N),), (), 20, 25, 30)
     ]
     assert attempt.final(None, 28, 40) == [SourceFinal(A, 0, 0, "logits", 0, 10, 28)]
 

@@ -26,11 +26,11 @@ def in_the_way(*steps: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> int:
     manifest = open_replay({"layers": 1}).manifest()
     active.plan = compile_plan(decoder_like(manifest), manifest.layouts[0], 4, 4)
     for step in steps:
-        active.decoded_meanwhile(*step)
-    active.heard(SourceFinal(attempt, 0, 0, "logits", 0, 0, FINAL))
+        active.record.neighbour_decoded(*step)
+    active.record.heard(SourceFinal(attempt, 0, 0, "logits", 0, 0, FINAL), None)
     monkeypatch.setattr(time, "monotonic_ns", lambda: PUBLISHED)
     active.published(Entry(0, 4, 1))
-    active.decoded_meanwhile(PUBLISHED, PUBLISHED + 500)
+    active.record.neighbour_decoded(PUBLISHED, PUBLISHED + 500)
     active.end("finished", "", None)
     assert active.request.measured is not None
     return active.request.measured.decode_in_the_way_ns
@@ -65,7 +65,7 @@ def test_a_retry_begins_anew_and_keeps_what_is_held() -> None:
     active.held = Reservation(0, 4, 7)
     active.callback_error = "boom"
     active.imported(plan.whole(), 1, 2, 100)
-    active.heard(Progress(attempt, 0, 0, (plan.whole(),), (), 1, 2))
+    active.record.heard(Progress(attempt, 0, 0, (plan.whole(),), (), 1, 1, 2), plan)
     active.retry("the card overheated")
     assert active.attempt == AttemptId(1, 2, 2)
     assert request.attempts == ["the card overheated"]
@@ -74,7 +74,7 @@ def test_a_retry_begins_anew_and_keeps_what_is_held() -> None:
     assert active.reservation == Reservation(0, 4, 7)
     assert bytes(active.prompt_bytes()[:4]) == b"\1\0\0\0"
     active.plan = plan
-    active.heard(SourceFinal(active.attempt, 0, 0, "logits", 0, 0, 10))
+    active.record.heard(SourceFinal(active.attempt, 0, 0, "logits", 0, 0, 10), plan)
     active.published(Entry(0, 4, 7))
     active.end("finished", "", None)
     assert request.measured is not None

@@ -207,8 +207,8 @@ def test_the_budget_of_a_turn_can_be_set() -> None:
         owner.attach(source)
         request = owner.submit(PROMPT, RequestOptions(max_tokens=0, trace=True))
         while not request.done:
-            before = len(request.owner_intervals)
+            before = len(request.imports)
             owner.turn(1.0)
-            assert len(request.owner_intervals) <= before + 1
+            assert len(request.imports) <= before + 1
     finally:
         owner.close()

@@ -63,7 +63,7 @@ def _transfer(owner: DecoderOwner, num_tokens: int, variant: str) -> dict[str, A
     return {
         "variant": variant,
         "nbytes": measured.kv_nbytes,
-        "import_ns": measured.published_ns - request.owner_intervals[0].begun_ns,
+        "import_ns": measured.published_ns - request.imports[0].begun_ns,
         "ttft_ns": measured.first_token_ns - measured.submitted_ns,
         "load_1min": os.getloadavg()[0],
     }

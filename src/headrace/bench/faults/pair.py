@@ -216,7 +216,7 @@ class Pair:
         decoder = self.timed.decoder
         if isinstance(decoder, EmulatedDecoder):
             return decoder.copies_ns()
-        return [each.ended_ns - each.begun_ns for each in request.owner_intervals]
+        return [each.ended_ns - each.begun_ns for each in request.imports]
 
     def slots(self, state: str) -> int:
         """Slots of all sources in a state."""

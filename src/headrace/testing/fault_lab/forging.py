@@ -65,7 +65,7 @@ def flood(message: FromSource, plan: Plan) -> list[Progress]:
         return []
     empty = _empty_span(plan)
     identity = message.attempt, message.slot, message.generation
-    return [Progress(*identity, (empty,), (), 0, 0)] * MAX_PROGRESS if empty else []
+    return [Progress(*identity, (empty,), (), 0, 0, 0)] * MAX_PROGRESS if empty else []
 
 
 def misplaced(stream: Stream, message: FromSource, plan: Plan) -> FromSource:
@@ -75,7 +75,7 @@ def misplaced(stream: Stream, message: FromSource, plan: Plan) -> FromSource:
     identity = message.attempt, message.slot, message.generation
     after: list[FromSource] = [Computing(*identity), message, Failed(*identity, "misplaced")]
     if isinstance(message, SourceFinal):  # before it, cells may still be unwritten
-        after.append(Progress(*identity, (_empty_span(plan) or Span(0, 1, 0, 1),), (), 0, 0))
+        after.append(Progress(*identity, (_empty_span(plan) or Span(0, 1, 0, 1),), (), 0, 0, 0))
     return stream.pick(after)
 
 

@@ -56,6 +56,7 @@ class Scene(NamedTuple):
             "spans": spans or ((0, 1, 0, 1),),
             "digests": (),
             "begun_ns": 0,
+            "write_ns": 0,
             "ready_ns": time.monotonic_ns(),
         }
         return encode(Progress(**fields | changes))

@@ -1,0 +1,166 @@
+"""What is measured of one attempt, and its intervals if the request asked for a trace.
+
+All readings are the host's CLOCK_MONOTONIC: the source's travel in its messages. A record changes
+nothing of what it records.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from headrace.ids import Span
+from headrace.messages import Interval, IntervalKind, Measured, Progress, SourceFinal
+from headrace.plan import Plan
+from headrace.protocol.books import AttemptMessage
+from headrace.runtime.requests import Request
+
+_NAMED_SPANS = 4  # of a progress message, in an interval's name
+_KEPT_STEPS = 64  # of others' decode steps, the last ones before publishing
+
+
+class Record:
+    """One attempt's times and bytes; a retry begins a new one."""
+
+    def __init__(self, request: Request, submitted_ns: int) -> None:
+        self._request = request
+        self._trace = request.options.trace
+        self._submitted_ns = submitted_ns
+        self._imports: list[tuple[int, int]] = []  # (fenced at ns, bytes)
+        self._import_ns = self._imported_ns = 0
+        self._prefill_begun_ns = 0
+        self._final_ns = 0
+        self._published_ns = 0
+        self._first_token_ns = 0
+        self._decoded = False
+        self._ended_ns = 0
+        self._last_group_ns = 0
+        self._last_group_nbytes = 0
+        self._num_spans = 0
+        self.num_groups = 0
+        self._steps: deque[tuple[int, int]] = deque(maxlen=_KEPT_STEPS)
+        self.nbytes_imported = 0
+        if self._trace:
+            request.source_intervals.clear()
+            request.owner_intervals.clear()
+
+    @property
+    def published(self) -> bool:
+        """Whether the entry is visible."""
+        return bool(self._published_ns)
+
+    def granted(self) -> None:
+        """The prefill was granted to a source."""
+        self._instant("granted", "prefill")
+
+    def heard(self, message: AttemptMessage, plan: Plan | None) -> None:
+        """The owner took in what the source told."""
+        if isinstance(message, Progress) and plan is not None:
+            nbytes = sum(plan.span_nbytes(span) for span in message.spans)
+            self._num_spans += len(message.spans)
+            self.num_groups += 1
+            self._last_group_ns = message.ready_ns
+            self._last_group_nbytes = nbytes
+            if self._trace:
+                self._trace_progress(message, nbytes)
+        elif isinstance(message, SourceFinal):
+            self._prefill_begun_ns = message.begun_ns
+            self._final_ns = message.ready_ns
+            self._source("final", message.first, message.ready_ns, message.ready_ns)
+
+    def imported(self, piece: Span, begun_ns: int, ended_ns: int, nbytes: int) -> None:
+        """An import was fenced."""
+        self._imports.append((ended_ns, nbytes))
+        self._import_ns += max(0, ended_ns - max(begun_ns, self._imported_ns))
+        self._imported_ns = max(ended_ns, self._imported_ns)
+        self.nbytes_imported += nbytes
+        self._owner("import", str(piece), begun_ns, ended_ns, nbytes)
+
+    def neighbour_decoded(self, begun_ns: int, ended_ns: int) -> None:
+        """The owner decoded for others; what of it stood in the way is known at publishing."""
+        if not self._published_ns:
+            self._steps.append((begun_ns, ended_ns))
+            self._owner("neighbour", "decode step of another", begun_ns, ended_ns)
+
+    def publish(self) -> None:
+        """The entry is visible from now on."""
+        self._published_ns = time.monotonic_ns()
+        self._owner("published", "entry", self._published_ns, self._published_ns)
+
+    def first_token(self) -> None:
+        """The first token was chosen."""
+        self._first_token_ns = time.monotonic_ns()
+        self._owner("first_token", "token", self._first_token_ns, self._first_token_ns)
+
+    def decoded(self, begun_ns: int, ended_ns: int) -> None:
+        """A decode step of this request; the first one is kept."""
+        if not self._decoded:
+            self._decoded = True
+            self._owner("decode", "first decode step", begun_ns, ended_ns)
+
+    def cancelled(self) -> None:
+        """The caller wants no more of it."""
+        self._instant("cancel", "by the caller")
+
+    def ended(self, outcome: str, cause: str) -> None:
+        """The request was given its terminal."""
+        self._ended_ns = time.monotonic_ns()
+        name = f"{outcome}: {cause}" if cause else outcome
+        self._owner("ended", name, self._ended_ns, self._ended_ns)
+
+    def drained(self) -> None:
+        """What the request held is free again, or set apart."""
+        if self._ended_ns:
+            self._owner("drain", "storage", self._ended_ns, time.monotonic_ns())
+
+    def measured(self, nbytes: int) -> Measured:
+        """The figures of a published attempt whose plan has `nbytes` of KV."""
+        final_ns = self._final_ns
+        return Measured(
+            submitted_ns=self._submitted_ns,
+            prefill_begun_ns=self._prefill_begun_ns,
+            source_final_ns=final_ns,
+            last_group_ns=self._last_group_ns,
+            published_ns=self._published_ns,
+            first_token_ns=self._first_token_ns,
+            ended_ns=time.monotonic_ns(),
+            kv_nbytes=nbytes,
+            nbytes_before_final=sum(n for at_ns, n in self._imports if at_ns <= final_ns),
+            last_group_nbytes=self._last_group_nbytes,
+            spans=self._num_spans,
+            groups=self.num_groups,
+            imports=len(self._imports),
+            import_ns=self._import_ns,
+            decode_in_the_way_ns=sum(
+                max(0, min(ended_ns, self._published_ns) - max(begun_ns, final_ns))
+                for begun_ns, ended_ns in self._steps
+            ),
+        )
+
+    def _trace_progress(self, message: Progress, nbytes: int) -> None:
+        name = ", ".join(map(str, message.spans[:_NAMED_SPANS]))
+        begun_ns, write_ns, ready_ns = message.begun_ns, message.write_ns, message.ready_ns
+        self._source("compute", name, begun_ns, write_ns)
+        self._source("write", name, write_ns, ready_ns, nbytes)
+        self._source("announced", name, ready_ns, ready_ns, nbytes)
+        now_ns = time.monotonic_ns()
+        self._owner("validated", name, now_ns, now_ns, nbytes)
+
+    def _instant(self, kind: IntervalKind, name: str) -> None:
+        if self._trace:
+            now_ns = time.monotonic_ns()
+            self._owner(kind, name, now_ns, now_ns)
+
+    def _source(
+        self, kind: IntervalKind, name: str, begun_ns: int, ended_ns: int, nbytes: int = 0
+    ) -> None:
+        if self._trace:
+            interval = Interval(kind, name, begun_ns, ended_ns, nbytes, "host")
+            self._request.source_intervals.append(interval)
+
+    def _owner(
+        self, kind: IntervalKind, name: str, begun_ns: int, ended_ns: int, nbytes: int = 0
+    ) -> None:
+        if self._trace:
+            interval = Interval(kind, name, begun_ns, ended_ns, nbytes, "host")
+            self._request.owner_intervals.append(interval)
