@@ -20,7 +20,14 @@ from headrace.cli.arguments import (
     open_text,
     read_prompt,
 )
-from headrace.cli.report import as_json, failure_text, print_comparison, print_result
+from headrace.cli.report import (
+    as_json,
+    failure_text,
+    print_comparison,
+    print_result,
+    run_of,
+    stamp,
+)
 from headrace.cli.run_options import RunOptions, check_options, sampling_of
 from headrace.cli.shown import Printer, shown_of
 from headrace.engine.text import ByteText, TextCodec
@@ -32,7 +39,8 @@ from headrace.runtime.log import configure
 from headrace.runtime.requests import MAX_ATTEMPTS_BY_DEFAULT, ROUTES, RequestOptions
 from headrace.runtime.router import OwnerClient, OwnerFailed, RouteResult
 from headrace.runtime.supervisor import RestartPolicy
-from headrace.telemetry.timeline import chrome_trace
+from headrace.telemetry.chrome import encode
+from headrace.telemetry.recording import Recording
 
 WARM_UP_TOKENS = 8
 CHUNKED_POSITIONS = 256
@@ -75,7 +83,7 @@ def run(
         client.close()
     status = _report(options, codec, tokens, results)
     if options.trace is not None:
-        _write_trace(options.trace, results)
+        _write_trace(options.trace, tokens, results)
     return status
 
 
@@ -183,6 +191,7 @@ def _config(
         drain_timeout_s=options.drain_timeout,
         restart=RestartPolicy() if options.on_failure == "retry" else None,
         local=options.on_failure == "local",
+        tune_copies=options.tune_copies,
         control=None if options.control is None else str(options.control.absolute()),
         log_level=options.log_level,
         log_json=options.log_json,
@@ -262,13 +271,9 @@ class RequestFailed(HeadraceError):
     """A request ended as failed; the text is its reason."""
 
 
-def _write_trace(path: Path, results: dict[AskedRoute, RouteResult]) -> None:
-    runs = [
-        (route, result.source_intervals, result.owner_intervals, result.ended.measured)
-        for route, result in results.items()
-        if result.ended.measured is not None
-    ]
-    path.write_text(json.dumps(chrome_trace(runs)))
+def _write_trace(path: Path, tokens: list[int], results: dict[AskedRoute, RouteResult]) -> None:
+    runs = tuple(run_of(route, tokens, result) for route, result in results.items())
+    path.write_bytes(encode(Recording(runs=runs, stamp=stamp())))
 
 
 def _report(

@@ -29,7 +29,7 @@ class RunOptions:
     max_tokens: int = 32
     "How many tokens to decode at most; 0 = hand the prompt's cache over and decode nothing."
     route: str = "whole"
-    "whole, chunked, streamed, or compare (all three)."
+    "whole, chunked, streamed, auto (the one predicted to be fastest), or compare (all three)."
     group_layers: int = 1
     "Layers of one layer group (streamed)."
     emit: Emission = "layers"
@@ -82,8 +82,10 @@ class RunOptions:
     "Seconds that it may keep a slot that is no longer wanted before it is ended."
     control: Path | None = None
     "Make a socket here, at which `headrace owner` asks what is held."
+    tune_copies: bool = False
+    "Have copies bypass the cache if a probe at the start shows that this is faster."
     trace: Path | None = None
-    "Write a Chrome trace (opens in Perfetto)."
+    "Write a trace, for `headrace trace` and Perfetto."
     json: bool = False
     "Print one JSON object."
     log_level: str = "warning"

@@ -15,7 +15,9 @@ class OwnerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     context: positions of a lane and of a slot. source_python: the interpreter of another
     environment, or None for the owner's own. restart: how a source that dies is started again, or
     None for not at all. local: whether the owner may prefill by itself, for requests that ask for
-    it. control: the path of a socket for operators, or None for none.
+    it. control: the path of a socket for operators, or None for none. tune_copies: whether a probe
+    is run first and this process and its source are started so that copies bypass the cache, if
+    that is faster.
     """
 
     decoder: str
@@ -32,5 +34,6 @@ class OwnerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     restart: RestartPolicy | None = None
     local: bool = False
     control: str | None = None
+    tune_copies: bool = False
     log_level: str = "WARNING"
     log_json: bool = False

@@ -40,6 +40,7 @@ from headrace.messages import (
 from headrace.process import ChildProcess
 from headrace.runtime.config import OwnerConfig
 from headrace.runtime.requests import RequestOptions
+from headrace.runtime.tuning import Tuning, probe_tuning
 
 _M = TypeVar("_M", bound=FromOwner)
 
@@ -73,6 +74,7 @@ class OwnerClient:
         self._up = False
         self._next_label = 0
         self._num_ended = 0
+        self.tuning: Tuning | None = None  # what the probe found, if it was asked for
         self._traced: set[int] = set()
         self._inbox: dict[int, deque[FromOwner]] = {}  # ends with each request's `Ended`
 
@@ -82,6 +84,8 @@ class OwnerClient:
         Raises:
             Refused: a user's mistake. OwnerFailed, PeerDied: it could not start.
         """
+        if self._config.tune_copies:
+            self.tuning = probe_tuning()
         ours, theirs = socket_pair(QUEUED_MESSAGES, QUEUED_NBYTES)
         try:
             self._child = ChildProcess.spawn(
@@ -91,6 +95,7 @@ class OwnerClient:
                     f"--config={msgspec.json.encode(self._config).decode()}",
                 ],
                 inherit=[theirs.fileno()],
+                env=None if self.tuning is None else self.tuning.environment,
             )
         except HeadraceError:
             ours.close()

@@ -7,14 +7,15 @@ told and has the one before. The same sum for one group of everything is the who
 
 The figures are the owner's own. Speed of copies and cost of a message come from a probe when the
 first request asks for `auto`; every published request then corrects them, and tells how long this
-source computes for a prompt of that length. Until one has, compute counts as nothing, which is the
-case in which streaming hides least.
+source computes for a prompt of that length. Until one has, compute is taken to last as long as the
+copies, which no device that computes a prompt is known to undercut.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final, NamedTuple
@@ -31,13 +32,14 @@ LEAST_GAIN: Final = 0.005  # of the predicted time to the first token: below it,
 LEAST_GAIN_NS: Final = 100_000  # what two runs of the same request differ by on a quiet machine
 KEPT_PREFILLS: Final = 64  # lengths and times, of the last ones
 NEWEST: Final = 0.25  # what the newest request counts in a running mean
+MOST_OFF: Final = 2.0  # what a prediction is corrected by at most, either way
 LEAST_NBYTES: Final = 1 << 20  # of an import from which a speed is learned
 GROUP_LAYERS: Final = (1, 2, 4, 8, 16, 32)
 CHUNK_NBYTES: Final = 8 << 20  # what a span may hold before its import is worth beginning sooner
 
 
 class Step(NamedTuple):
-    """One progress message: the share of all compute that lies before it, its bytes and spans."""
+    """One progress message: the share of all compute that lies before it, and its bytes."""
 
     computed: float
     nbytes: int
@@ -47,15 +49,18 @@ class Step(NamedTuple):
 class Costs:
     """What one source and the way to this owner cost, in ns.
 
-    prefills: (tokens, compute time) of the last requests. announce_ns: what a message holds the
-    source up. fixed_ns: what a hand-off takes beyond the copy of its last bytes.
+    announce_ns: what a message holds the source up. fixed_ns: what a hand-off takes beyond the copy
+    of its last bytes. prefills: (tokens, compute time) of the last requests; those that went whole
+    count alone where there are any, since their compute is not mixed with writing. off: by route,
+    what hand-offs took over what was predicted, such as copies that slow each other down.
     """
 
     write_ns_per_byte: float
     import_ns_per_byte: float
     announce_ns: float
     fixed_ns: float
-    prefills: list[tuple[int, float]] = field(default_factory=list)
+    prefills: list[Prefilled] = field(default_factory=list)
+    off: dict[Route, float] = field(default_factory=dict)
 
     def compute_ns(self, num_tokens: int) -> float | None:
         """Time to compute a prompt of this length, from the nearest measured ones; None at first.
@@ -64,18 +69,22 @@ class Costs:
         """
         if not self.prefills:
             return None
-        by_length: dict[int, list[float]] = {}
-        for tokens, ns in self.prefills:
-            by_length.setdefault(tokens, []).append(ns)
-        known = sorted((tokens, sorted(ns)[len(ns) // 2]) for tokens, ns in by_length.items())
+        by_length: dict[int, list[Prefilled]] = {}
+        for each in self.prefills:
+            by_length.setdefault(each.num_tokens, []).append(each)
+        known = sorted((tokens, _typical_ns(some)) for tokens, some in by_length.items())
         for (low, low_ns), (high, high_ns) in pairwise(known):
             if low <= num_tokens <= high:
                 return low_ns + (high_ns - low_ns) * (num_tokens - low) / (high - low)
         nearest, ns = known[0] if num_tokens < known[0][0] else known[-1]
         return ns * num_tokens / nearest
 
-    def predict_ns(self, compute_ns: float, steps: Sequence[Step]) -> float:
-        """From the grant to publishing, if the prefill is told in these steps."""
+    def predict_ns(self, compute_ns: float, way: Candidate) -> float:
+        """From the grant to publishing, if the request goes this way."""
+        return self.off.get(way.route, 1.0) * self.ideal_ns(compute_ns, way.steps)
+
+    def ideal_ns(self, compute_ns: float, steps: Sequence[Step]) -> float:
+        """The same if nothing slows anything else down."""
         source_ns = owner_ns = computed = 0.0
         for step in steps:
             source_ns += compute_ns * (step.computed - computed)
@@ -83,6 +92,14 @@ class Costs:
             computed = step.computed
             owner_ns = max(owner_ns, source_ns) + self.import_ns_per_byte * step.nbytes
         return max(owner_ns, source_ns) + self.fixed_ns
+
+
+class Prefilled(NamedTuple):
+    """A prefill that was measured: its length, its compute, and whether it went whole."""
+
+    num_tokens: int
+    ns: float
+    whole: bool
 
 
 class Candidate(NamedTuple):
@@ -134,6 +151,18 @@ class RouteChooser:
         if self._probed is None or not measured.import_ns or options.digest or options.poison:
             return
         costs = self._costs_of(source)
+        took_ns = measured.published_ns - measured.prefill_begun_ns - measured.decode_in_the_way_ns
+        known_ns = costs.compute_ns(plan.num_tokens)
+        if known_ns is not None:
+            way = _way_of(plan, options)
+            expected_ns = costs.ideal_ns(known_ns, way.steps)
+            off = min(MOST_OFF, max(1 / MOST_OFF, took_ns / max(1.0, expected_ns)))
+            costs.off[way.route] = _mean(costs.off.get(way.route, 1.0), off)
+        self._learn_speeds(costs, plan, options, measured)
+
+    def _learn_speeds(
+        self, costs: Costs, plan: Plan, options: RequestOptions, measured: Measured
+    ) -> None:
         if measured.kv_nbytes >= LEAST_NBYTES:
             speed = measured.import_ns / measured.kv_nbytes
             costs.import_ns_per_byte = _mean(costs.import_ns_per_byte, speed)
@@ -147,12 +176,13 @@ class RouteChooser:
         elif options.route == "whole" and plan.nbytes >= LEAST_NBYTES:
             writing_ns = max(0.0, tail_ns - measured.import_ns - costs.fixed_ns)
             costs.write_ns_per_byte = _mean(costs.write_ns_per_byte, writing_ns / plan.nbytes)
-        costs.prefills.append((plan.num_tokens, prefill_ns))
+        costs.prefills.append(Prefilled(plan.num_tokens, prefill_ns, options.route == "whole"))
         del costs.prefills[:-KEPT_PREFILLS]
 
-    def forget(self, source: SourceId) -> None:
-        """A source is gone."""
-        self._costs.pop(source, None)
+    def keep(self, sources: Container[SourceId]) -> None:
+        """Forget all other sources: they are gone."""
+        for source in [each for each in self._costs if each not in sources]:
+            del self._costs[source]
 
     def statistics(self) -> dict[str, int]:
         """Requests that `auto` sent by each route."""
@@ -161,20 +191,22 @@ class RouteChooser:
     def _choose(
         self, source: SourceId, plan: Plan, options: RequestOptions, emits: Sequence[Emission]
     ) -> RouteChoice:
-        whole = Candidate("whole", 1, 0, (Step(1.0, plan.nbytes),))
+        whole = _whole(plan)
         if not emits:
             return _choice(whole, "this source gives whole results only")
         if not plan.nbytes:
             return _choice(whole, "there is nothing to move")
         costs = self._costs_of(source)
         known_ns = costs.compute_ns(plan.num_tokens)
-        compute_ns = known_ns or 0.0
-        whole_ns = costs.predict_ns(compute_ns, whole.steps)
+        copies_ns = (costs.write_ns_per_byte + costs.import_ns_per_byte) * plan.nbytes
+        compute_ns = copies_ns if known_ns is None else known_ns
+        whole_ns = costs.predict_ns(compute_ns, whole)
         others = [
-            (costs.predict_ns(compute_ns, each.steps), each)
-            for each in candidates(plan, options, emits)
+            (costs.predict_ns(compute_ns, each), each) for each in candidates(plan, options, emits)
         ]
-        best_ns, best = min(others, default=(whole_ns, whole), key=lambda pair: pair[0])
+        least_ns = min((ns for ns, _ in others), default=whole_ns)
+        enough_ns = least_ns + LEAST_GAIN_NS  # of those that differ by less, the finest cut
+        best_ns, best = next((o for o in others if o[0] <= enough_ns), (whole_ns, whole))
         compute = "no prefill measured yet" if known_ns is None else f"compute {_ms(known_ns)}"
         speed = 1 / max(costs.import_ns_per_byte, 1e-9)
         basis = f"{compute}, imports at {speed:.2f} GB/s"
@@ -193,25 +225,42 @@ class RouteChooser:
 def candidates(
     plan: Plan, options: RequestOptions, emits: Sequence[Emission]
 ) -> Iterator[Candidate]:
-    """What could be done instead of the whole route, each with its steps."""
+    """What could be done instead of the whole route, each with its steps; finest cuts first."""
     n = plan.num_tokens
     computed = min(options.prefill_chunk or n, n)
-    bounds = [(at, min(at + computed, n)) for at in range(0, n, computed)]
-    if len(bounds) > 1 and len(bounds) <= MOST_SPANS:
-        layers = [(0, len(plan.layers))]
-        yield Candidate("chunked", 1, 0, tuple(_steps(plan, [layers], bounds, 0)))
+    num_chunks = -(-n // computed)
+    if 1 < num_chunks <= MOST_SPANS:
+        yield _chunked(plan, computed, 0)
     if options.emission not in emits:
         return
     for size in (size for size in GROUP_LAYERS if size < len(plan.layers)):
-        groups = [
-            [(run.start, run.stop) for run in runs]
-            for runs in plan.layer_groups(size, options.emission)
-        ]
+        num_runs = sum(map(len, plan.layer_groups(size, options.emission)))
         for chunk in dict.fromkeys((0, _chunk_of(plan, size, computed))):
-            num_chunks = sum(-(-(stop - start) // (chunk or n)) for start, stop in bounds)
-            if num_chunks * sum(map(len, groups)) <= MOST_SPANS // 2:
-                steps = tuple(_steps(plan, groups, bounds, chunk))
-                yield Candidate("streamed", size, chunk, steps)
+            if num_chunks * -(-computed // (chunk or computed)) * num_runs <= MOST_SPANS // 2:
+                yield _streamed(plan, computed, size, options.emission, chunk)
+
+
+def _way_of(plan: Plan, options: RequestOptions) -> Candidate:
+    """The way that a request went, by the options that it was granted with."""
+    n = plan.num_tokens
+    computed = min(options.prefill_chunk or n, n)
+    if options.route == "streamed":
+        return _streamed(plan, computed, options.group_layers, options.emission, options.chunk)
+    return _chunked(plan, computed, options.chunk) if options.route == "chunked" else _whole(plan)
+
+
+def _whole(plan: Plan) -> Candidate:
+    return Candidate("whole", 1, 0, (Step(1.0, plan.nbytes),))
+
+
+def _chunked(plan: Plan, computed: int, chunk: int) -> Candidate:
+    everything = [[(0, len(plan.layers))]]
+    return Candidate("chunked", 1, chunk, tuple(_steps(plan, everything, computed, chunk)))
+
+
+def _streamed(plan: Plan, computed: int, size: int, emission: Emission, chunk: int) -> Candidate:
+    groups = [[(run.start, run.stop) for run in runs] for runs in plan.layer_groups(size, emission)]
+    return Candidate("streamed", size, chunk, tuple(_steps(plan, groups, computed, chunk)))
 
 
 def _chunk_of(plan: Plan, size: int, computed: int) -> int:
@@ -224,12 +273,13 @@ def _chunk_of(plan: Plan, size: int, computed: int) -> int:
 def _steps(
     plan: Plan,
     groups: Sequence[Sequence[tuple[int, int]]],
-    bounds: Sequence[tuple[int, int]],
+    computed: int,
     chunk: int,
 ) -> Iterator[Step]:
     """The progress messages in order: prefill chunks, in them layer groups, in them chunks."""
     num_layers, n = len(plan.layers), plan.num_tokens
-    for start, stop in bounds:
+    for start in range(0, n, computed):
+        stop = min(start + computed, n)
         for runs in groups:
             layers_done = max(last for _, last in runs) / num_layers
             share = (start + (stop - start) * layers_done) / n
@@ -250,6 +300,11 @@ def _choice(taken: Candidate, reason: str) -> RouteChoice:
 
 def _mean(running: float, newest: float) -> float:
     return running + NEWEST * (newest - running)
+
+
+def _typical_ns(some: Sequence[Prefilled]) -> float:
+    pure = [each.ns for each in some if each.whole]
+    return statistics.median(pure or [each.ns for each in some])
 
 
 def _ms(ns: float) -> str:

@@ -244,6 +244,7 @@ class Shell:
         active.plan = plan
         handle, options = self._handles[command.source], active.request.options
         if options.route == "auto":
+            self._chooser.keep(self._handles)
             emits = handle.manifest.emits
             active.routed(self._chooser.choose(command.source, plan, options, emits))
         slot = handle.slot(command.slot)

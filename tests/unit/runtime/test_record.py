@@ -1,0 +1,96 @@
+"""What is measured of one attempt, and its intervals."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.ids import AttemptId, RequestId, Span
+from headrace.messages import Computing, Interval, Progress, SourceFinal
+from headrace.runtime.record import Record
+from headrace.runtime.requests import Request, RequestOptions
+from tests.unit.runtime.test_routing import plan_of
+
+ATTEMPT = AttemptId(1, 2, 1)
+PLAN = plan_of(4, layers=2)
+
+
+def recorded(*, trace: bool) -> tuple[Request, Record]:
+    request = Request(RequestId(1, 2), 4, RequestOptions(trace=trace))
+    record = Record(request, 5)
+    record.granted()
+    spans = (Span(0, 1, 0, 4), Span(1, 2, 0, 2))
+    record.heard(Progress(ATTEMPT, 0, 0, spans, (), 10, 30, 40), PLAN)
+    record.heard(Computing(ATTEMPT, 0, 0), PLAN)
+    record.imported(Span(0, 1, 0, 4), 50, 60, 100)
+    record.imported(Span(1, 2, 0, 2), 55, 70, 50)
+    record.neighbour_decoded(62, 69)
+    record.heard(Progress(ATTEMPT, 0, 0, (Span(1, 2, 2, 4),), (), 40, 50, 60), PLAN)
+    record.heard(SourceFinal(ATTEMPT, 0, 0, "logits", 0, 8, 65), PLAN)
+    record.publish()
+    record.neighbour_decoded(100, 110)  # it stood in nobody's way
+    record.first_token()
+    record.decoded(200, 210)
+    record.decoded(210, 220)
+    record.cancelled()
+    record.ended("cancelled", "cancelled")
+    record.drained()
+    return request, record
+
+
+def kinds(intervals: list[Interval]) -> list[str]:
+    return [each.kind for each in intervals]
+
+
+def test_every_kind_of_interval_is_recorded_once() -> None:
+    request, _ = recorded(trace=True)
+    assert kinds(request.source_intervals) == [
+        *("compute", "write", "announced") * 2,
+        "final",
+    ]
+    assert kinds(request.owner_intervals) == [
+        "granted",
+        "validated",
+        "import",
+        "import",
+        "neighbour",
+        "validated",
+        "published",
+        "first_token",
+        "decode",
+        "cancel",
+        "ended",
+        "drain",
+    ]
+    compute, write, announced, *_ = request.source_intervals
+    assert (compute.begun_ns, compute.ended_ns, compute.nbytes) == (10, 30, 0)
+    assert (write.begun_ns, write.ended_ns) == (30, 40)
+    assert (announced.begun_ns, announced.ended_ns) == (40, 40)
+    assert write.nbytes == announced.nbytes == request.owner_intervals[1].nbytes > 0
+    assert write.name == "layers [0, 1) x positions [0, 4), layers [1, 2) x positions [0, 2)"
+    assert {each.clock for each in request.source_intervals + request.owner_intervals} == {"host"}
+    assert request.owner_intervals[-2].name == "cancelled: cancelled"
+
+
+def test_nothing_is_recorded_unless_asked_for() -> None:
+    request, _ = recorded(trace=False)
+    assert request.source_intervals == request.owner_intervals == []
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_the_figures_are_the_same_with_and_without_a_trace(trace: bool) -> None:
+    _, record = recorded(trace=trace)
+    measured = record.measured(1000)
+    assert measured.submitted_ns == 5
+    assert (measured.prefill_begun_ns, measured.source_final_ns) == (8, 65)
+    assert (measured.spans, measured.groups, measured.imports) == (3, 2, 2)
+    assert measured.import_ns == 20  # two imports that overlap, from 50 to 70
+    assert measured.nbytes_before_final == 100
+    assert measured.decode_in_the_way_ns == 4  # of 62 to 69 what lies after 65
+    assert measured.published_ns <= measured.first_token_ns
+
+
+def test_a_request_that_goes_on_has_no_drain() -> None:
+    request = Request(RequestId(1, 2), 4, RequestOptions(trace=True))
+    record = Record(request, 5)
+    record.drained()
+    assert request.owner_intervals == []
