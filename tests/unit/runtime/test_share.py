@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.runtime.share import ImportShare
+from headrace.runtime.share import MOST_STEPS, ImportShare
 
 
 def test_a_dear_piece_is_begun_and_paid_off_by_steps() -> None:
@@ -38,6 +38,17 @@ def test_quiet_time_saves_up_no_burst() -> None:
         share.spent(500)
         begun += 1
     assert begun <= 3
+
+
+def test_where_steps_are_short_an_import_is_late_and_never_stands_still() -> None:
+    share = ImportShare(0.02)
+    for _ in range(5):
+        share.spent(200_000)
+        steps = 0
+        while not share.may_begin:
+            share.decoded(10)
+            steps += 1
+        assert steps == MOST_STEPS
 
 
 def test_nothing_is_owed_when_nobody_decodes() -> None:
