@@ -80,7 +80,7 @@ def test_compare_gives_one_object_with_stable_keys(model: Path, tmp_path: Path) 
     assert report["routes"]["whole"]["bytes_imported_before_prefill_end"] == 0
     assert len(report["tokens"]) == 6
     events = json.loads(trace.read_text())["traceEvents"]
-    assert {event["ph"] for event in events} == {"M", "X", "i"}
+    assert {event["ph"] for event in events} >= {"M", "X", "i"}
 
 
 def test_routes_and_seeds_agree_across_runs(model: Path) -> None:

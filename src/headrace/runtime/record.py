@@ -1,4 +1,4 @@
-"""What is measured of one attempt, and its intervals if the request asked for a trace.
+"""What is measured of one attempt, and what happened to it if the request asked for a trace.
 
 All readings are the host's CLOCK_MONOTONIC: the source's travel in its messages. A record changes
 nothing of what it records.
@@ -10,12 +10,11 @@ import time
 from collections import deque
 
 from headrace.ids import Span
-from headrace.messages import Interval, IntervalKind, Measured, Progress, SourceFinal
+from headrace.messages import IntervalKind, Measured, Progress, SourceFinal
 from headrace.plan import Plan
 from headrace.protocol.books import AttemptMessage
 from headrace.runtime.requests import Request
 
-_NAMED_SPANS = 4  # of a progress message, in an interval's name
 _KEPT_STEPS = 64  # of others' decode steps, the last ones before publishing
 
 
@@ -40,9 +39,8 @@ class Record:
         self.num_groups = 0
         self._steps: deque[tuple[int, int]] = deque(maxlen=_KEPT_STEPS)
         self.nbytes_imported = 0
-        if self._trace:
-            request.source_intervals.clear()
-            request.owner_intervals.clear()
+        self._lanes = request.trace
+        self._lanes.clear()
 
     @property
     def published(self) -> bool:
@@ -62,11 +60,14 @@ class Record:
             self._last_group_ns = message.ready_ns
             self._last_group_nbytes = nbytes
             if self._trace:
-                self._trace_progress(message, nbytes)
+                now_ns = time.monotonic_ns()
+                self._lanes.source.append((message, nbytes))
+                self._lanes.owner.append(("validated", message.spans, now_ns, now_ns, nbytes))
         elif isinstance(message, SourceFinal):
             self._prefill_begun_ns = message.begun_ns
             self._final_ns = message.ready_ns
-            self._source("final", message.first, message.ready_ns, message.ready_ns)
+            if self._trace:
+                self._lanes.source.append((message, 0))
 
     def imported(self, piece: Span, begun_ns: int, ended_ns: int, nbytes: int) -> None:
         """An import was fenced."""
@@ -74,7 +75,7 @@ class Record:
         self._import_ns += max(0, ended_ns - max(begun_ns, self._imported_ns))
         self._imported_ns = max(ended_ns, self._imported_ns)
         self.nbytes_imported += nbytes
-        self._owner("import", str(piece), begun_ns, ended_ns, nbytes)
+        self._owner("import", piece, begun_ns, ended_ns, nbytes)
 
     def neighbour_decoded(self, begun_ns: int, ended_ns: int) -> None:
         """The owner decoded for others; what of it stood in the way is known at publishing."""
@@ -137,30 +138,13 @@ class Record:
             ),
         )
 
-    def _trace_progress(self, message: Progress, nbytes: int) -> None:
-        name = ", ".join(map(str, message.spans[:_NAMED_SPANS]))
-        begun_ns, write_ns, ready_ns = message.begun_ns, message.write_ns, message.ready_ns
-        self._source("compute", name, begun_ns, write_ns)
-        self._source("write", name, write_ns, ready_ns, nbytes)
-        self._source("announced", name, ready_ns, ready_ns, nbytes)
-        now_ns = time.monotonic_ns()
-        self._owner("validated", name, now_ns, now_ns, nbytes)
-
     def _instant(self, kind: IntervalKind, name: str) -> None:
         if self._trace:
             now_ns = time.monotonic_ns()
-            self._owner(kind, name, now_ns, now_ns)
-
-    def _source(
-        self, kind: IntervalKind, name: str, begun_ns: int, ended_ns: int, nbytes: int = 0
-    ) -> None:
-        if self._trace:
-            interval = Interval(kind, name, begun_ns, ended_ns, nbytes, "host")
-            self._request.source_intervals.append(interval)
+            self._lanes.owner.append((kind, name, now_ns, now_ns, 0))
 
     def _owner(
-        self, kind: IntervalKind, name: str, begun_ns: int, ended_ns: int, nbytes: int = 0
+        self, kind: IntervalKind, what: Span | str, begun_ns: int, ended_ns: int, nbytes: int = 0
     ) -> None:
         if self._trace:
-            interval = Interval(kind, name, begun_ns, ended_ns, nbytes, "host")
-            self._request.owner_intervals.append(interval)
+            self._lanes.owner.append((kind, what, begun_ns, ended_ns, nbytes))

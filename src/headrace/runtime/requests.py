@@ -21,6 +21,7 @@ from headrace.messages import (
     Sampling,
 )
 from headrace.protocol.admission import FailurePolicy
+from headrace.runtime.lanes import Lanes
 
 ROUTES: tuple[Route, ...] = ("whole", "chunked", "streamed")
 ASKED_ROUTES: tuple[AskedRoute, ...] = (*ROUTES, "auto")
@@ -157,8 +158,17 @@ class Request:
     kv_digests: tuple[str, ...] = ()
     entry: Entry | None = None
     logits: bytes = b""
-    source_intervals: list[Interval] = field(default_factory=list)
-    owner_intervals: list[Interval] = field(default_factory=list)
+    trace: Lanes = field(default_factory=Lanes)
+
+    @property
+    def source_intervals(self) -> list[Interval]:
+        """What the source did, if the request asked for a trace."""
+        return list(self.trace.source_intervals())
+
+    @property
+    def owner_intervals(self) -> list[Interval]:
+        """What the owner did, if the request asked for a trace."""
+        return list(self.trace.owner_intervals())
 
     @property
     def imports(self) -> list[Interval]:
