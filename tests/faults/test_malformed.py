@@ -24,7 +24,12 @@ from headrace.messages import Ended, Events, decode_from_owner, encode
 from headrace.plan import compile_plan
 from headrace.runtime.requests import Request
 from headrace.runtime.worker import SourceHandle
-from headrace.telemetry.timeline import chrome_trace, draw, overlap_ns
+from headrace.telemetry.chrome import encode as encode_trace
+from headrace.telemetry.clocks import align
+from headrace.telemetry.page import page
+from headrace.telemetry.recording import Recording, Run
+from headrace.telemetry.report import report_of
+from headrace.telemetry.timeline import draw
 from headrace.testing.malformed import Case, cases
 from headrace.testing.sinks import ask
 from tests.faults.engines import TOKEN_OF, case_prompt
@@ -194,13 +199,26 @@ def test_a_clock_that_runs_wild_spoils_no_more_than_its_own_times(stage: Stage) 
     stage.until_done(request)
     assert request.outcome == "finished", request.reason
     stage.assert_exact(request, tokens)
-    measured, lanes = request.measured, (request.source_intervals, request.owner_intervals)
+    measured = request.measured
     assert measured is not None
     told = Ended(0, "finished", "", "", measured, "", (), "", (), None)
-    for message in (Events(0, "source", tuple(lanes[0])), told):
+    source, owner = tuple(request.source_intervals), tuple(request.owner_intervals)
+    for message in (Events(0, "source", source), Events(0, "owner", owner), told):
         assert decode_from_owner(encode(message)) == message
-    assert overlap_ns(*lanes) >= 0
-    assert len(draw(*lanes, measured)) == 4
-    assert msgspec.json.encode(chrome_trace([("wild", *lanes, measured)]))
+    run = Run(
+        name="wild",
+        route="whole",
+        num_tokens=len(tokens),
+        outcome=request.outcome,
+        source=source,
+        owner=owner,
+        measured=measured,
+    )
+    assert len(draw(align(run))) == 4
+    told_of = report_of(align(run))
+    assert told_of.tail_ns is None or sum(told_of.parts_ns.values()) == told_of.tail_ns
+    recording = Recording(runs=(run,))
+    assert encode_trace(recording)
+    assert page(recording, "wild")
     stage.owner.release(request)
     stage.finish_neighbour(neighbour, 5)

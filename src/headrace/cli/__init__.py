@@ -17,6 +17,7 @@ from headrace.cli.models import models_app
 from headrace.cli.owner import owner_app
 from headrace.cli.run import run
 from headrace.cli.run_options import RunOptions
+from headrace.cli.trace import trace
 from headrace.engine.capacity import MORE_MEMORY
 from headrace.errors import BackendUnavailable, HeadraceError, Refused
 from headrace.version import VERSION
@@ -28,6 +29,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.command(run)
+app.command(trace)
 app.command(check)
 app.command(doctor)
 app.command(owner_app)

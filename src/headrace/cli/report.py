@@ -7,6 +7,7 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import asdict
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +15,11 @@ from rich.table import Table
 from headrace.cli.shown import Shown
 from headrace.messages import Ended, Measured
 from headrace.runtime.router import RouteResult
-from headrace.telemetry.timeline import draw, overlap_ns
+from headrace.telemetry.clocks import Aligned, align
+from headrace.telemetry.recording import Run, prompt_digest
+from headrace.telemetry.report import report_of
+from headrace.telemetry.timeline import draw
+from headrace.telemetry.words import overlap
 from headrace.version import VERSION
 
 
@@ -81,6 +86,9 @@ def print_result(console: Console, result: RouteResult) -> None:
         f"{_mb(measured.kv_nbytes)} in {measured.spans} spans[/dim]",
         soft_wrap=True,
     )
+    if result.ended.choice is not None:
+        text = f"auto took {result.ended.choice.reason}"
+        console.print(text, style="dim", markup=False, soft_wrap=True)
 
 
 def print_comparison(
@@ -118,15 +126,34 @@ def print_comparison(
     console.print()
     streamed = results["streamed"]
     if streamed.ended.measured is not None:
-        lanes = (streamed.source_intervals, streamed.owner_intervals)
-        width = max(20, min(72, console.width - 48))
-        for line in draw(*lanes, streamed.ended.measured, width=width):
-            console.print(line, markup=False)
-        console.print(
-            f"imports ran for {overlap_ns(*lanes) / 1e6:.1f} ms while the source computed "
-            "(host intervals; no claim about kernels)"
-        )
+        run = align(run_of("streamed", prompt, streamed))
+        print_timeline(console, run)
+        console.print(": ".join(overlap(report_of(run))), markup=False)
     return all(same.values())
+
+
+def print_timeline(console: Console, run: Aligned) -> None:
+    """Both lanes of a run and its marks."""
+    for line in draw(run, width=max(20, min(72, console.width - 48))):
+        console.print(line, markup=False)
+
+
+def run_of(name: str, prompt: list[int], result: RouteResult) -> Run:
+    """What a trace keeps of a route's result; `name` is the route that was asked for."""
+    ended = result.ended
+    choice = ended.choice
+    return Run(
+        name=name,
+        route=name if choice is None else choice.route,
+        choice="" if choice is None else choice.reason,
+        num_tokens=len(prompt),
+        prompt=prompt_digest(prompt),
+        outcome=ended.outcome,
+        reason=ended.reason,
+        source=tuple(result.source_intervals),
+        owner=tuple(result.owner_intervals),
+        measured=ended.measured,
+    )
 
 
 def stamp() -> dict[str, Any]:
@@ -143,7 +170,7 @@ def stamp() -> dict[str, Any]:
 
 
 def _figures(result: RouteResult, shown: Shown) -> dict[str, Any]:
-    measured = result.ended.measured
+    measured, choice = result.ended.measured, result.ended.choice
     base: dict[str, Any] = {
         "tokens": shown.tokens,
         "text": shown.text,
@@ -151,6 +178,7 @@ def _figures(result: RouteResult, shown: Shown) -> dict[str, Any]:
         "finish_reason": shown.finish_reason,
         "cause": result.ended.cause,
         "failed_attempts": list(result.ended.attempts),
+        "auto": None if choice is None else asdict(choice),
     }
     if measured is None:
         return base

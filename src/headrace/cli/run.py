@@ -79,6 +79,10 @@ def run(
     try:
         _start(client, options)
         results = _run_routes(client, options, tokens, codec)
+    except RequestFailed as exc:
+        if options.trace is not None:
+            _write_trace(options.trace, tokens, exc.results)
+        raise
     finally:
         client.close()
     status = _report(options, codec, tokens, results)
@@ -263,12 +267,16 @@ def _one(
     if ended.mistake:
         raise Refused(ended.reason, field=ended.mistake)
     if ended.outcome == "failed":
-        raise RequestFailed(failure_text(asked.route, ended))
+        raise RequestFailed(asked.route, result)
     return result
 
 
 class RequestFailed(HeadraceError):
     """A request ended as failed; the text is its reason."""
+
+    def __init__(self, route: AskedRoute, result: RouteResult) -> None:
+        super().__init__(failure_text(route, result.ended))
+        self.results = {route: result}
 
 
 def _write_trace(path: Path, tokens: list[int], results: dict[AskedRoute, RouteResult]) -> None:

@@ -67,7 +67,9 @@ class Record:
             self._prefill_begun_ns = message.begun_ns
             self._final_ns = message.ready_ns
             if self._trace:
+                now_ns = time.monotonic_ns()
                 self._lanes.source.append((message, 0))
+                self._lanes.owner.append(("validated", message.first, now_ns, now_ns, 0))
 
     def imported(self, piece: Span, begun_ns: int, ended_ns: int, nbytes: int) -> None:
         """An import was fenced."""

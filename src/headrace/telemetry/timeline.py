@@ -1,109 +1,105 @@
-"""The timeline of one request: two lanes of host intervals, drawn in a terminal or as a trace.
+"""The timeline of one request as lines of text: what each side did, and when it counted.
 
-All readings are CLOCK_MONOTONIC of one host, by two processes. They show that the source computed
-while the owner imported; they are host intervals and say nothing about kernels on a device.
+A bar is often far shorter than a column; each gets at least one, so that the lanes show where
+something ran and not how long it took.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Final
 
-from headrace.messages import Interval, Measured
+from headrace.messages import Interval, IntervalKind
+from headrace.telemetry.clocks import Aligned
+from headrace.telemetry.report import evidence
+from headrace.telemetry.times import Stretch
+
+_SHADES: Final = "█▓"
+_BARS: Final[dict[IntervalKind, tuple[str, str]]] = {  # the later ones are drawn over the others
+    "drain": ("-", "drains"),
+    "neighbour": ("·", "others decode"),
+    "import": ("▄", "imports"),
+}
+_MARKS: Final[dict[IntervalKind, tuple[str, str]]] = {
+    "cancel": ("✕", "cancelled"),
+    "ended": ("■", "ended"),
+    "final": ("▲", "prefill ended"),
+    "published": ("△", "published"),
+}
 
 
-def overlap_ns(source: Sequence[Interval], owner: Sequence[Interval]) -> int:
-    """Host time in which an import ran while the source computed or wrote, in ns.
+def draw(run: Aligned, *, width: int = 72) -> list[str]:
+    """Four lines: the source's layer groups, the owner's imports, the marks, the scale.
 
-    Imports may overlap each other, on a device that copies by itself: no time counts twice.
+    From the first computing to publishing, or to the owner's last reading if that was not reached.
     """
-    total = 0
-    for ours_begun, ours_ended in _union(owner):
-        for begun, ended in _union(source):
-            total += max(0, min(ours_ended, ended) - max(ours_begun, begun))
-    return total
-
-
-def draw(
-    source: Sequence[Interval], owner: Sequence[Interval], measured: Measured, *, width: int = 72
-) -> list[str]:
-    """Lines of text: the source's layer groups, the owner's imports, the prefill's end, publish.
-
-    An import is often far shorter than a column; each gets at least one, so the lane shows where
-    imports ran and not how long they took.
-    """
-    begun = measured.prefill_begun_ns
-    ended = max(measured.published_ns, begun + 1)
-    scale = width / (ended - begun)
+    begun_ns, ended_ns = window = _window(run)
 
     def column(at_ns: int) -> int:
-        return min(width - 1, max(0, int((at_ns - begun) * scale)))
+        return min(width - 1, max(0, (at_ns - begun_ns) * width // (ended_ns - begun_ns)))
 
-    source_lane = [" "] * width
-    for number, interval in enumerate(source):
-        shade = "▓" if number % 2 else "█"
-        for at in range(column(interval.begun_ns), column(interval.ended_ns) + 1):
-            source_lane[at] = shade
-    owner_lane = [" "] * width
-    for interval in owner:
-        for at in range(column(interval.begun_ns), column(interval.ended_ns) + 1):
-            owner_lane[at] = "▄"
-    marks = [" "] * width
-    final_at = min(column(measured.source_final_ns), width - 2)
-    marks[final_at] = "▲"
-    marks[max(column(measured.published_ns), final_at + 1)] = "△"
-    milliseconds = (ended - begun) / 1e6
+    owner = [each for each in run.of(*_BARS) if _meets(each, window)]
+    shown = [word for kind, word in _BARS.items() if any(each.kind == kind for each in owner)]
+    instants = _instants(run)
+    milliseconds = f"{(ended_ns - begun_ns) / 1e6:.0f} ms"
     return [
-        f"source  │{''.join(source_lane)}│ layer groups computed and written",
-        f"owner   │{''.join(owner_lane)}│ imports (each at least one column)",
-        f"        │{''.join(marks)}│ ▲ prefill ended  △ published",
-        f"        0 ms{f'{milliseconds:.0f} ms':>{width - 2}}   host clock, two processes",
+        f"source  │{_source_lane(run, column, width)}│ layer groups computed and written",
+        f"owner   │{_owner_lane(owner, column, width)}│ {_legend(shown)}",
+        f"        │{_mark_lane(instants, column, width)}│ {_legend(_MARKS[k] for k in instants)}",
+        f"        0 ms{milliseconds:>{width - 2}}   {evidence(run)} clock, two processes",
     ]
 
 
-def chrome_trace(
-    runs: Sequence[tuple[str, Sequence[Interval], Sequence[Interval], Measured]],
-) -> dict[str, Any]:
-    """The runs (name, source intervals, owner intervals, measured) as a Chrome trace object.
-
-    It opens in Perfetto; times are in microseconds of the host's CLOCK_MONOTONIC.
-    """
-    events: list[dict[str, Any]] = []
-    for pid, (name, source, owner, measured) in enumerate(runs, 1):
-        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
-        for tid, (lane, intervals) in enumerate((("source", source), ("owner", owner)), 1):
-            label = {"name": f"{lane} (host clock)"}
-            events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": label})
-            events += [_slice(pid, tid, interval) for interval in intervals]
-        instants = (
-            ("prefill ended", measured.source_final_ns, 1),
-            ("published", measured.published_ns, 2),
-        )
-        for mark, at_ns, tid in instants:
-            events.append(
-                {"ph": "i", "s": "p", "pid": pid, "tid": tid, "ts": at_ns / 1e3, "name": mark}
-            )
-    return {"traceEvents": events, "otherData": {"clock": "CLOCK_MONOTONIC", "evidence": "host"}}
+def _window(run: Aligned) -> Stretch:
+    owner = [each for each in run.owner if each.kind != "drain"] or list(run.owner)
+    first_ns = min((each.begun_ns for each in owner), default=0)
+    last_ns = max((each.ended_ns for each in owner), default=0)
+    begun_ns, published_ns = run.begun_ns, run.published_ns
+    if begun_ns is None or not run.clock.comparable:
+        begun_ns = first_ns
+    ended_ns = last_ns if published_ns is None else published_ns
+    return begun_ns, max(ended_ns, begun_ns + 1)
 
 
-def _union(intervals: Sequence[Interval]) -> list[tuple[int, int]]:
-    """The intervals' times, merged where they touch."""
-    merged: list[tuple[int, int]] = []
-    for begun, ended in sorted((each.begun_ns, each.ended_ns) for each in intervals):
-        if merged and begun <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], ended)
-        else:
-            merged.append((begun, ended))
-    return merged
+def _meets(interval: Interval, window: Stretch) -> bool:
+    return interval.begun_ns <= window[1] and interval.ended_ns >= window[0]
 
 
-def _slice(pid: int, tid: int, interval: Interval) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "pid": pid,
-        "tid": tid,
-        "name": interval.name,
-        "ts": interval.begun_ns / 1e3,
-        "dur": (interval.ended_ns - interval.begun_ns) / 1e3,
-        "args": {"bytes": interval.nbytes, "clock": "host"},
-    }
+def _source_lane(run: Aligned, column: Callable[[int], int], width: int) -> str:
+    lane, group = [" "] * width, 0
+    for each in run.of("compute", "write"):
+        group += each.kind == "compute"
+        for at in range(column(each.begun_ns), column(each.ended_ns) + 1):
+            lane[at] = _SHADES[(group - 1) % len(_SHADES)]
+    return "".join(lane)
+
+
+def _owner_lane(bars: list[Interval], column: Callable[[int], int], width: int) -> str:
+    lane = [" "] * width
+    for kind, (sign, _) in _BARS.items():
+        for each in bars:
+            if each.kind == kind:
+                for at in range(column(each.begun_ns), column(each.ended_ns) + 1):
+                    lane[at] = sign
+    return "".join(lane)
+
+
+def _instants(run: Aligned) -> dict[IntervalKind, int]:
+    """The marks to draw, in order of time."""
+    over: tuple[IntervalKind, ...] = ("cancel", "ended")
+    kinds = [kind for kind in _MARKS if run.published_ns is None or kind not in over]
+    found = {kind: at_ns for kind in kinds if (at_ns := run.moment_ns(kind)) is not None}
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def _mark_lane(instants: dict[IntervalKind, int], column: Callable[[int], int], width: int) -> str:
+    """Each mark has a column of its own, in their order."""
+    lane, at = [" "] * width, -1
+    for left, (kind, at_ns) in zip(range(len(instants), 0, -1), instants.items(), strict=True):
+        at = min(max(column(at_ns), at + 1), width - left)
+        lane[at] = _MARKS[kind][0]
+    return "".join(lane)
+
+
+def _legend(signs: Iterable[tuple[str, str]]) -> str:
+    return "  ".join(f"{sign} {word}" for sign, word in signs)

@@ -54,6 +54,7 @@ def test_every_kind_of_interval_is_recorded_once() -> None:
         "import",
         "neighbour",
         "validated",
+        "validated",
         "published",
         "first_token",
         "decode",

@@ -1,0 +1,171 @@
+"""A recording as a Chrome trace: a process per run, lanes of slices, arrows, counters of bytes.
+
+Perfetto and chrome://tracing draw it. Times are us of the owner's CLOCK_MONOTONIC. An instant is an
+arrow's end only on a slice, so messages are slices of 1 us in lanes of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from headrace.ids import Span
+from headrace.messages import Interval, IntervalKind
+from headrace.telemetry.clocks import Aligned, align, pairs
+from headrace.telemetry.recording import Recording
+from headrace.telemetry.report import report_of
+from headrace.telemetry.words import as_object
+
+Event: TypeAlias = dict[str, Any]
+
+MESSAGE_US: Final = 1.0
+
+_SPAN = re.compile(r"layers \[(\d+), (\d+)\) x positions \[(\d+), (\d+)\)")
+_MESSAGES: Final[tuple[IntervalKind, ...]] = ("announced", "final", "validated")
+_LANES: Final[tuple[tuple[str, tuple[IntervalKind, ...]], ...]] = (
+    ("source", ("compute", "write")),
+    ("source, messages", ("announced", "final")),
+    ("owner, messages", ("validated",)),
+    ("owner", ("import", "neighbour", "decode", "drain")),
+)
+_INSTANTS: Final[dict[IntervalKind, str]] = {
+    "granted": "prefill granted",
+    "final": "prefill ended",
+    "published": "published",
+    "first_token": "first token",
+    "cancel": "cancel",
+    "ended": "ended",
+}
+_COUNTERS: Final[tuple[tuple[IntervalKind, str], ...]] = (
+    ("write", "bytes written by the source"),
+    ("import", "bytes imported by the owner"),
+)
+
+
+def encode(recording: Recording) -> bytes:
+    """The trace file: what Perfetto draws, and the recording itself for `recording.read`."""
+    aligned = [align(run) for run in recording.runs]
+    ids = count(1)
+    file = {
+        "traceEvents": [
+            event for pid, run in enumerate(aligned, 1) for event in _events(pid, run, ids)
+        ],
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "clock": "CLOCK_MONOTONIC of the owner's host",
+            "figures": [as_object(report_of(run, aligned)) for run in aligned],
+        },
+        "headrace": recording,
+    }
+    return msgspec.json.encode(file)
+
+
+def tracks(intervals: Iterable[Interval]) -> list[list[Interval]]:
+    """The intervals in as few rows as it takes for none to overlap another of its row."""
+    rows: list[list[Interval]] = []
+    for each in sorted(intervals, key=lambda one: (one.begun_ns, one.ended_ns)):
+        row = next((row for row in rows if row[-1].ended_ns <= each.begun_ns), None)
+        if row is None:
+            rows.append([each])
+        else:
+            row.append(each)
+    return rows
+
+
+def _events(pid: int, run: Aligned, ids: Iterator[int]) -> Iterator[Event]:
+    yield _meta(pid, 0, "process_name", run.run.name)
+    places: dict[int, int] = {}  # an interval's identity -> its thread
+    numbers = count(1)
+    for lane, kinds in _LANES:
+        for index, row in enumerate(tracks(run.of(*kinds)) or [[]]):
+            tid = next(numbers)
+            yield _meta(pid, tid, "thread_name", lane if not index else f"{lane} ({index + 1})")
+            yield {**_meta(pid, tid, "thread_sort_index", ""), "args": {"sort_index": tid}}
+            for each in row:
+                places[id(each)] = tid
+                yield _slice(pid, tid, each)
+    yield from _instants(pid, run)
+    yield from _arrows(pid, run, places, ids)
+    yield from _counters(pid, run)
+
+
+def _meta(pid: int, tid: int, name: str, value: str) -> Event:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": name, "args": {"name": value}}
+
+
+def _slice(pid: int, tid: int, interval: Interval) -> Event:
+    instant = interval.kind in _MESSAGES
+    dur = MESSAGE_US if instant else max(0, interval.ended_ns - interval.begun_ns) / 1e3
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "cat": interval.kind,
+        "name": f"{interval.kind} {interval.name}",
+        "ts": interval.begun_ns / 1e3,
+        "dur": dur,
+        "args": {"bytes": interval.nbytes, "clock": interval.clock, "instant": instant},
+    }
+
+
+def _instants(pid: int, run: Aligned) -> Iterator[Event]:
+    for each in run.of(*_INSTANTS):
+        yield {
+            "ph": "i",
+            "s": "p",
+            "pid": pid,
+            "tid": 0,
+            "cat": each.kind,
+            "name": _INSTANTS[each.kind],
+            "ts": each.begun_ns / 1e3,
+            "args": {"name": each.name, "clock": each.clock},
+        }
+
+
+def _arrows(pid: int, run: Aligned, places: dict[int, int], ids: Iterator[int]) -> Iterator[Event]:
+    """From each message's sending to its validation, and from there to the imports of its spans."""
+    imports = [(each, _spans(each.name)) for each in run.of("import")]
+    for sent, heard in pairs(run.source, run.owner):
+        yield from _arrow(pid, next(ids), (sent, heard), places)
+        told = _spans(heard.name)
+        for each, pieces in imports:
+            if pieces and any(_within(pieces[0], span) for span in told):
+                yield from _arrow(pid, next(ids), (heard, each), places)
+
+
+def _arrow(
+    pid: int, number: int, ends: tuple[Interval, Interval], places: dict[int, int]
+) -> Iterator[Event]:
+    for phase, end in zip(("s", "f"), ends, strict=True):
+        event = {"ph": phase, "pid": pid, "tid": places[id(end)], "id": number, "cat": "span"}
+        bound = {"bp": "e"} if phase == "f" else {}
+        yield {**event, "name": "span", "ts": end.begun_ns / 1e3, **bound}
+
+
+def _counters(pid: int, run: Aligned) -> Iterator[Event]:
+    for kind, name in _COUNTERS:
+        total = 0
+        moved = sorted(run.of(kind), key=lambda each: each.ended_ns)
+        steps = [(each.ended_ns, each.nbytes) for each in moved]
+        for at_ns, nbytes in [(moved[0].begun_ns, 0), *steps] if moved else []:
+            total += nbytes
+            event = {"ph": "C", "pid": pid, "cat": "bytes", "name": name, "ts": at_ns / 1e3}
+            yield {**event, "args": {"bytes": total}}
+
+
+def _spans(name: str) -> Sequence[Span]:
+    """The spans that an interval's name tells; the later ones of a long message are not in it."""
+    return [Span(*map(int, match.groups())) for match in _SPAN.finditer(name)]
+
+
+def _within(piece: Span, span: Span) -> bool:
+    return (
+        span.layer_start <= piece.layer_start
+        and piece.layer_stop <= span.layer_stop
+        and span.start <= piece.start
+        and piece.stop <= span.stop
+    )

@@ -1,0 +1,178 @@
+"""The figures of one traced run, computed from its intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from headrace.messages import Interval
+from headrace.telemetry.clocks import Aligned, ClockCheck
+from headrace.telemetry.tail import PARTS, Part, length_of, pieces
+from headrace.telemetry.times import length_ns, overlap, union_of
+
+Evidence: TypeAlias = Literal["host", "device"]
+Alone: TypeAlias = Literal["whole-route run", "own imports"]
+
+TIMER_NOISE_NS: Final = 100_000
+"""A hand-over between two processes waits for a wake-up, tens of us that vary as much from one to
+the next: a share of a T below this would be a share of noise.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The figures of one run: ns, bytes, shares of 1; None where there is no such figure.
+
+    evidence: the clock of the overlap; `device` only if all that the source computed and all that
+    was imported was read from devices. early_nbytes: imported before the prefill ended. alone_ns:
+    T, the time that the same import takes alone, and where it is from. bound: the share of all
+    bytes but those of the last layer group. parts_ns: the tail, part by part; they add up to it.
+    cancel_ns: from the grant to the cancel. drain_ns: from the terminal until the storage was free.
+    """
+
+    name: str
+    route: str
+    choice: str
+    num_tokens: int
+    outcome: str
+    reason: str
+    clock: ClockCheck
+    published: bool
+    evidence: Evidence
+    overlap_ns: int | None
+    prefill_ns: int | None
+    kv_nbytes: int
+    imported_nbytes: int
+    early_nbytes: int | None
+    tail_ns: int | None
+    tail_from_last_group_ns: int | None
+    alone_ns: int | None
+    alone: Alone | None
+    hidden_share: float | None
+    bound: float | None
+    parts_ns: dict[Part, int]
+    cancel_ns: int | None
+    drain_ns: int | None
+
+
+def report_of(run: Aligned, among: Iterable[Aligned] = ()) -> Report:
+    """The figures of `run`; `among`: the runs of its file, for one that tells T."""
+    tail_ns = _length_of(run.tail)
+    alone_ns, alone = _alone(run, among)
+    return Report(
+        name=run.run.name,
+        route=run.run.route,
+        choice=run.run.choice,
+        num_tokens=run.run.num_tokens,
+        outcome=run.run.outcome,
+        reason=run.run.reason,
+        clock=run.clock,
+        published=run.published_ns is not None,
+        evidence=evidence(run),
+        overlap_ns=overlap_ns(run) if run.clock.comparable else None,
+        prefill_ns=_between(run.begun_ns, run.final_ns),
+        kv_nbytes=_kv_nbytes(run),
+        imported_nbytes=_nbytes(run.of("import")),
+        early_nbytes=_early_nbytes(run),
+        tail_ns=tail_ns,
+        tail_from_last_group_ns=_from_last_group_ns(run) if run.tail else None,
+        alone_ns=alone_ns,
+        alone=alone,
+        hidden_share=_hidden_share(tail_ns, alone_ns),
+        bound=_bound(run),
+        parts_ns=_parts_ns(run),
+        cancel_ns=_between(_first_ns(run.of("granted")), _first_ns(run.of("cancel"))),
+        drain_ns=_drain_ns(run),
+    )
+
+
+def evidence(run: Aligned) -> Evidence:
+    """`device` only if both sides are: one host reading, or a side without any, makes it `host`."""
+    computed, imported = run.of("compute"), run.of("import")
+    on_device = all(each.clock == "device" for each in (*computed, *imported))
+    return "device" if computed and imported and on_device else "host"
+
+
+def overlap_ns(run: Aligned) -> int:
+    """Time in which an import ran while the source computed or wrote, ns; no instant counts twice.
+
+    Where it may be called kernel overlap, host readings of the source's writes do not enter.
+    """
+    clocks = ("device",) if evidence(run) == "device" else ("host", "device")
+    source = [each for each in run.of("compute", "write") if each.clock in clocks]
+    return length_ns(overlap(union_of(source), union_of(run.of("import"))))
+
+
+def _alone(run: Aligned, among: Iterable[Aligned]) -> tuple[int | None, Alone | None]:
+    """T: the tail of a whole-route run of the same prompt in which nobody else decoded, or the
+    time of the run's own imports, one by one.
+    """
+    for other in among:
+        same = other.run.prompt == run.run.prompt and _kv_nbytes(other) == _kv_nbytes(run)
+        undisturbed = length_of("neighbours", pieces(other)) == 0
+        if other.run.route == "whole" and same and undisturbed and other.tail is not None:
+            return _length_of(other.tail), "whole-route run"
+    imports = run.of("import")
+    if run.published_ns is None or not imports:
+        return None, None
+    return sum(max(0, each.ended_ns - each.begun_ns) for each in imports), "own imports"
+
+
+def _hidden_share(tail_ns: int | None, alone_ns: int | None) -> float | None:
+    if tail_ns is None or alone_ns is None or alone_ns < TIMER_NOISE_NS:
+        return None
+    return 1 - tail_ns / alone_ns
+
+
+def _bound(run: Aligned) -> float | None:
+    measured = run.run.measured
+    if measured is None or not measured.kv_nbytes:
+        return None
+    return 1 - measured.last_group_nbytes / measured.kv_nbytes
+
+
+def _kv_nbytes(run: Aligned) -> int:
+    """Of the whole transfer set, or all that was announced until the run failed."""
+    measured = run.run.measured
+    return _nbytes(run.of("announced")) if measured is None else measured.kv_nbytes
+
+
+def _early_nbytes(run: Aligned) -> int | None:
+    """What was imported before the prefill ended."""
+    final_ns = run.final_ns
+    if final_ns is None or not run.clock.comparable:
+        return None
+    return _nbytes(each for each in run.of("import") if each.ended_ns <= final_ns)
+
+
+def _from_last_group_ns(run: Aligned) -> int | None:
+    return _between(run.last_group_ns, run.published_ns)
+
+
+def _parts_ns(run: Aligned) -> dict[Part, int]:
+    found = pieces(run)
+    return {part: length_of(part, found) for part in PARTS} if run.tail is not None else {}
+
+
+def _nbytes(intervals: Iterable[Interval]) -> int:
+    return sum(each.nbytes for each in intervals)
+
+
+def _first_ns(intervals: Sequence[Interval]) -> int | None:
+    return intervals[0].begun_ns if intervals else None
+
+
+def _between(begun_ns: int | None, ended_ns: int | None) -> int | None:
+    if begun_ns is None or ended_ns is None or ended_ns < begun_ns:
+        return None
+    return ended_ns - begun_ns
+
+
+def _length_of(stretch: tuple[int, int] | None) -> int | None:
+    return None if stretch is None else stretch[1] - stretch[0]
+
+
+def _drain_ns(run: Aligned) -> int | None:
+    drains = run.of("drain")
+    return _between(drains[0].begun_ns, drains[0].ended_ns) if drains else None

@@ -1,0 +1,175 @@
+"""A run's figures in words, the same for a terminal and for a page, and as a JSON object.
+
+What may be said is decided here, from the readings: only two device clocks make a kernel overlap.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from headrace.telemetry.report import TIMER_NOISE_NS, Report
+from headrace.telemetry.tail import LABELS, PARTS
+
+HOST_ONLY: Final = "host intervals: nothing is claimed about kernels"
+BOTH_DEVICES: Final = "device events of both sides"
+
+_CONTRADICT: Final = "the two clocks contradict each other"
+
+
+def title(report: Report) -> str:
+    """What ran and what became of it, in a line."""
+    route = report.route if report.route == report.name else f"{report.name} ({report.route})"
+    return f"{route}: {report.num_tokens} prompt tokens, {report.outcome}"
+
+
+def figures(report: Report) -> list[tuple[str, str]]:
+    """What there is to say of a run: (figure, its value with what it rests on)."""
+    found = [
+        ("reason", report.reason),
+        ("route chosen", report.choice),
+        ("clocks", clocks(report)),
+        ("prefill", _ms(report.prefill_ns)),
+        overlap(report),
+        ("imported early", _early(report)),
+        ("transfer tail", _tail(report)),
+        ("hidden share", _hidden(report)),
+        (
+            "cancelled",
+            "" if report.cancel_ns is None else f"{_ms(report.cancel_ns)} after the grant",
+        ),
+        ("drained in", _ms(report.drain_ns)),
+    ]
+    return [(name, value) for name, value in found if value]
+
+
+def clocks(report: Report) -> str:
+    """Whether the two sides read one clock."""
+    clock = report.clock
+    within = f"{clock.error_ns / 1e3:.0f} us"
+    match clock.verdict:
+        case "one":
+            return f"one clock (readings agree within {within})"
+        case "shifted":
+            side = "ahead of" if clock.offset_ns > 0 else "behind"
+            return (
+                f"two clocks: the source's is {abs(clock.offset_ns) / 1e9:.6f} s {side} the "
+                f"owner's (within {within}); its intervals were shifted before anything was "
+                "computed"
+            )
+        case "contradictory":
+            return "no offset fits all messages: times of the two sides are not compared"
+        case _:
+            return "not checked: messages of both directions are needed; taken for one clock"
+
+
+def overlap(report: Report) -> tuple[str, str]:
+    """The overlap, by the name that its clocks allow."""
+    name = "kernel overlap" if report.evidence == "device" else "host overlap"
+    if report.overlap_ns is None:
+        return name, f"n/a: {_CONTRADICT}"
+    grounds = BOTH_DEVICES if report.evidence == "device" else HOST_ONLY
+    return name, f"{_ms(report.overlap_ns)} of importing while the source worked ({grounds})"
+
+
+def parts(report: Report) -> list[tuple[str, str, str]]:
+    """What the tail was made of: (part, time, share of the tail); all of them, or none."""
+    tail_ns = report.tail_ns
+    if tail_ns is None:
+        return []
+    return [
+        (LABELS[part], _ms(report.parts_ns[part]), _percent(report.parts_ns[part], tail_ns))
+        for part in PARTS
+    ]
+
+
+def as_object(report: Report) -> dict[str, Any]:
+    """The report with stable keys: seconds, bytes, shares of 1, null where there is no figure."""
+    clock = report.clock
+    return {
+        "name": report.name,
+        "route": report.route,
+        "choice": report.choice,
+        "prompt_tokens": report.num_tokens,
+        "outcome": report.outcome,
+        "reason": report.reason,
+        "clocks": clock.verdict,
+        "clock_offset_s": clock.offset_ns / 1e9,
+        "clock_error_s": clock.error_ns / 1e9,
+        "evidence": report.evidence,
+        "prefill_s": _seconds(report.prefill_ns),
+        "overlap_s": _seconds(report.overlap_ns),
+        "kernel_overlap_s": _seconds(report.overlap_ns if report.evidence == "device" else None),
+        "kv_bytes": report.kv_nbytes,
+        "bytes_imported": report.imported_nbytes,
+        "bytes_imported_before_prefill_end": report.early_nbytes,
+        "transfer_tail_s": _seconds(report.tail_ns),
+        "tail_from_last_group_s": _seconds(report.tail_from_last_group_ns),
+        "tail_parts_s": {part: ns / 1e9 for part, ns in report.parts_ns.items()},
+        "alone_s": _seconds(report.alone_ns),
+        "alone_from": report.alone,
+        "hidden_share": report.hidden_share,
+        "hidden_share_bound": report.bound,
+        "cancelled_after_s": _seconds(report.cancel_ns),
+        "drain_s": _seconds(report.drain_ns),
+    }
+
+
+def _early(report: Report) -> str:
+    if report.early_nbytes is None:
+        unknown = "the end of the prefill is not known" if report.clock.comparable else _CONTRADICT
+        return f"n/a: {unknown}; {_size(report.imported_nbytes)} were imported in all"
+    share = _percent(report.early_nbytes, report.kv_nbytes)
+    within = f"{_size(report.early_nbytes)} of {_size(report.kv_nbytes)}"
+    return f"{within} before the prefill ended{share and f' ({share})'}"
+
+
+def _tail(report: Report) -> str:
+    if report.tail_ns is None:
+        return f"n/a: {_why_no_tail(report)}"
+    last = report.tail_from_last_group_ns
+    since = "" if last is None else f"; {_ms(last)} from the end of the last layer group"
+    return f"{_ms(report.tail_ns)} from the end of the prefill to publishing{since}"
+
+
+def _why_no_tail(report: Report) -> str:
+    if not report.published:
+        return "nothing was published"
+    if not report.clock.comparable:
+        return _CONTRADICT
+    return "these readings do not have the end of the prefill before publishing"
+
+
+def _hidden(report: Report) -> str:
+    if report.alone_ns is None or report.tail_ns is None:
+        return ""
+    bound = (
+        ""
+        if report.bound is None
+        else f"; all but the last layer group is {100 * report.bound:.1f} %"
+    )
+    alone = f"T = {_ms(report.alone_ns)}, {_ALONE[report.alone or 'own imports']}"
+    if report.hidden_share is None:
+        return f"n/a: {alone}, is below {_ms(TIMER_NOISE_NS)}: wake-ups of processes decide there"
+    return f"{100 * report.hidden_share:.1f} % of {alone}{bound}"
+
+
+_ALONE: Final = {
+    "whole-route run": "the tail of the whole route on the same prompt",
+    "own imports": "this run's own imports added up (no whole-route run to compare with)",
+}
+
+
+def _ms(nanoseconds: int | None) -> str:
+    return "" if nanoseconds is None else f"{nanoseconds / 1e6:.3f} ms"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1_000_000 else f"{nbytes / 1e3:.1f} kB"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else ""
+
+
+def _seconds(nanoseconds: int | None) -> float | None:
+    return None if nanoseconds is None else nanoseconds / 1e9
