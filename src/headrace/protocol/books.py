@@ -82,11 +82,15 @@ class Apart:
 
 
 class Books:
-    """The holdings of one owner."""
+    """The holdings of one owner.
+
+    chunk_nbytes: what spans that are told from now on are cut into, as the limits say at first.
+    """
 
     def __init__(self, epoch: int, limits: Limits) -> None:
         self.epoch = epoch
         self.limits = limits
+        self.chunk_nbytes = limits.chunk_nbytes
         self.dropped: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         self.num_retries = 0

@@ -94,13 +94,14 @@ class Grants(Endings):
     def _fail_stranded(self, no_slot_reason: str, now_ns: int) -> bool:
         """Nobody waits for what cannot be had again; returns whether somebody did."""
         stranded = False
+        no_lane, no_slot, no_local = self.no_lane_left, self.no_slot_left, self.no_local_left
         for handoff in self._admission.waiting():
-            no_slot = self.no_local_left if handoff.local else self.no_slot_left
-            if self.no_lane_left and not handoff.has_storage:
+            unserved = no_local if handoff.local else no_slot
+            if no_lane and not handoff.has_storage:
                 self._fail(handoff, Cause.NO_STORAGE, NO_LANE, now_ns)
-            elif handoff.lease is None and no_slot:
+            elif handoff.lease is None and unserved:
                 self._fail(handoff, Cause.NO_SOURCE, no_slot_reason, now_ns)
-            elif handoff.lease is None and self._is_jammed(handoff):
+            elif handoff.lease is None and handoff.has_storage and self._is_jammed():
                 self._fail(handoff, Cause.NO_SOURCE, no_slot_reason, now_ns)
                 return True  # its storage may help the others
             else:
@@ -108,10 +109,10 @@ class Grants(Endings):
             stranded = True
         return stranded
 
-    def _is_jammed(self, handoff: Handoff) -> bool:
+    def _is_jammed(self) -> bool:
         """Whether a retry waits for slots that parked hand-offs keep until they get its storage."""
         holders = [h for h in self._handoffs() if h.has_storage]
-        if self._expected or handoff not in holders or any(h.lease or h.local for h in holders):
+        if self._expected or any(h.lease or h.local for h in holders):
             return False
         return not any(map(self._will_grant, self._sources))
 

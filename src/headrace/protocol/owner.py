@@ -316,8 +316,7 @@ class Owner(Grants):
         try:
             match message:
                 case Progress():
-                    chunk = self.limits.chunk_nbytes
-                    handoff.progress(message.spans, message.digests, chunk, now_ns)
+                    handoff.progress(message.spans, message.digests, self.chunk_nbytes, now_ns)
                 case Computing():
                     handoff.computing(now_ns)
                 case SourceFinal():

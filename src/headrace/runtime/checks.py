@@ -111,7 +111,7 @@ def _check_sampling(sampling: Sampling) -> None:
 def check_bounds(
     progress_timeout_s: float,
     drain_timeout_s: float,
-    chunk_nbytes: int,
+    chunk_nbytes: int | None,
     budget_nbytes: int | None,
     import_share: float,
 ) -> None:

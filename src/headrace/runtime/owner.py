@@ -24,19 +24,15 @@ from headrace.protocol.owner import Owner
 from headrace.protocol.snapshot import Snapshot
 from headrace.runtime.active import Active, reason_of
 from headrace.runtime.checks import check_bounds, check_request, prompt_of
+from headrace.runtime.importing import SHARED_CHUNK_NBYTES, Importing
 from headrace.runtime.local import LocalSource
 from headrace.runtime.requests import Request, RequestOptions
-from headrace.runtime.share import IMPORT_SHARE, ImportShare
+from headrace.runtime.share import IMPORT_SHARE
 from headrace.runtime.shell import Shell
 from headrace.runtime.sources import Sources
 from headrace.runtime.supervisor import RestartPolicy
 from headrace.runtime.watch import Watch
 from headrace.runtime.worker import SourceHandle
-
-IDLE_BUDGET_NBYTES = 64 << 20  # imported in one turn, unless something comes in or somebody decodes
-
-MAX_FLIGHTS = 64  # imports begun and not fenced, on a device that copies by itself,
-MAX_FLIGHT_NBYTES = 16 << 20  # and their bytes: what a cancelled lane waits for
 
 _log = logging.getLogger("headrace.owner")
 
@@ -56,7 +52,7 @@ class DecoderOwner(Shell):
         *,
         context: int,
         prefetch_depth: int = 1,
-        chunk_nbytes: int = 8 << 20,
+        chunk_nbytes: int | None = None,
         progress_timeout_s: float = 600.0,
         drain_timeout_s: float = 120.0,
         budget_nbytes: int | None = None,
@@ -67,9 +63,11 @@ class DecoderOwner(Shell):
 
         `progress_timeout_s`: how long a running source may be silent. `drain_timeout_s`: how long
         one may keep a slot that is no longer wanted before it is ended, and how long an import may
-        take to be fenced. `budget_nbytes`: imported in one turn at most, by default 64 MiB; a
-        caller that decodes by itself sets what its steps can spare. `import_share`: while entries
-        decode here, the time that imports may take from the owner, as a share of decode time.
+        take to be fenced. `chunk_nbytes`: what an import is cut into, by default 8 MiB if entries
+        decode when its cells are told, and 32 MiB if none does. `budget_nbytes`: imported in one
+        turn at most, by default 64 MiB; a caller that decodes by itself sets what its steps can
+        spare. `import_share`: while entries decode here, the time that imports may take from the
+        owner, as a share of decode time.
         `local`: an engine that runs in this process for requests with `on_failure="local"`; it is
         closed with the owner. Its one slot is made when the first such request is submitted.
 
@@ -87,7 +85,7 @@ class DecoderOwner(Shell):
             decoder.caps.max_lanes,
             context,
             prefetch_depth,
-            chunk_nbytes,
+            chunk_nbytes or SHARED_CHUNK_NBYTES,
             int(progress_timeout_s * 1e9),
             int(drain_timeout_s * 1e9),
         )
@@ -100,8 +98,13 @@ class DecoderOwner(Shell):
         self._closed = False
         self._turning = False
         self._checked = True  # whether the books were checked since it became idle
-        self._budget_nbytes = budget_nbytes or IDLE_BUDGET_NBYTES
-        self._share = ImportShare(import_share)
+        self._importing = Importing(
+            machine,
+            self._flights,
+            share=import_share,
+            chunk_nbytes=chunk_nbytes,
+            budget_nbytes=budget_nbytes,
+        )
         self._each_turn: list[Callable[[], None]] = []
 
     # What a caller does.
@@ -204,7 +207,7 @@ class DecoderOwner(Shell):
         self._check_open()
         with self._in_turn():
             self._take_in(self._wait_s(timeout_s))
-            self._decode()
+            self._importing.decode(self._decoding.step, decoding=bool(self._decoding))
             self._sources.run_local(self._take_in_meanwhile)
             self._sources.let_go()
             self._check_when_idle()
@@ -371,6 +374,7 @@ class DecoderOwner(Shell):
 
     def _take_in(self, wait_s: float) -> None:
         """The part of a turn that computes nothing: what came, what is due, what can move."""
+        self._importing.prepare(decoding=bool(self._decoding))
         self._watch.take_in(wait_s)
         now_ns = time.monotonic_ns()
         due_ns = self._machine.next_deadline_ns()
@@ -380,34 +384,8 @@ class DecoderOwner(Shell):
         self._sources.tick(now_ns)
         self._run_commands()
         self._poll_fences()
-        self._import()
-
-    def _import(self) -> None:
-        """Begin imports piece by piece: until the budget is used, too much is in flight, or
-        something has come in that may concern them.
-        """
-        budget = self._budget_nbytes
-        while budget > 0 and self._has_room() and (not self._decoding or self._share.may_begin):
-            begun_ns = time.monotonic_ns()
-            begun = self._machine.begin_imports(1, begun_ns)
-            self._run_commands()
-            if begun:
-                self._share.spent(time.monotonic_ns() - begun_ns)
-            budget -= begun
-            if not begun or self._watch.is_ready():
-                return
-
-    def _decode(self) -> None:
-        if not self._decoding:
-            self._share.clear()
-            return
-        begun_ns = time.monotonic_ns()
-        self._decoding.step()
-        self._share.decoded(time.monotonic_ns() - begun_ns)
-
-    def _has_room(self) -> bool:
-        nbytes = sum(flight.nbytes for flight in self._flights.values())
-        return len(self._flights) < MAX_FLIGHTS and nbytes < MAX_FLIGHT_NBYTES
+        decoding = bool(self._decoding)
+        self._importing.begin(self._run_commands, self._watch.is_ready, decoding=decoding)
 
     def _take_in_meanwhile(self) -> None:
         """While the owner's own engine runs."""

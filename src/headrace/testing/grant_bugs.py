@@ -53,17 +53,17 @@ faults: what waits fails with the first of two lanes
     == self.limits.num_lanes => > 0
 [Grants._fail_stranded]
 uneven: who has a slot fails with the last source
-    elif handoff.lease is None and no_slot: => elif no_slot:
+    elif handoff.lease is None and unserved: => elif unserved:
 overdrawn: who holds storage fails when the last lane is lost
-    self.no_lane_left and not handoff.has_storage => self.no_lane_left
+    no_lane and not handoff.has_storage => no_lane
 stranded: who is parked waits on for a lane
-    self.no_lane_left and not handoff.has_storage =>
-        self.no_lane_left and not handoff.has_storage and handoff.lease is None
+    no_lane and not handoff.has_storage =>
+        no_lane and not handoff.has_storage and handoff.lease is None
 local-lost: a local attempt waits on for a lost slot
-    self.no_local_left if handoff.local else self.no_slot_left => self.no_slot_left
+    no_local if handoff.local else no_slot => no_slot
 lanes: who lacks a source is told that storage is lacking
-    and no_slot:\n            self._fail(handoff, Cause.NO_SOURCE =>
-        and no_slot:\n            self._fail(handoff, Cause.NO_STORAGE
+    and unserved:\n            self._fail(handoff, Cause.NO_SOURCE =>
+        and unserved:\n            self._fail(handoff, Cause.NO_STORAGE
 [Grants._admit]
 overdue: who is stranded by a deadline or a failure waits on
     or self._fail_stranded(NO_SLOT, now_ns) =>

@@ -25,8 +25,8 @@ from headrace.testing.ledger import Ledger
 _OVER: Final = (HandoffState.PUBLISHED, HandoffState.DRAINING, HandoffState.ENDED)
 
 _OWNER: Final = (
-    "epoch limits dropped ended num_retries _lanes_quarantined _apart _expected _admission "
-    "_sources _requests _imports _commands _next_request _next_import"
+    "epoch limits chunk_nbytes dropped ended num_retries _lanes_quarantined _apart _expected "
+    "_admission _sources _requests _imports _commands _next_request _next_import"
 )
 _ADMISSION: Final = "lanes_free prefetch_depth _queue"
 _HANDOFF: Final = (

@@ -1,0 +1,87 @@
+"""When imports are begun, and what they are cut into: the owner's turns and its decode steps first.
+
+Nearest to publishing first is the machine's rule. Here it is decided how much of a turn they may
+have: until a budget is used, until too much is in flight on a device that copies by itself, until
+something comes in that may concern them, and where entries decode, by their share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol
+
+from headrace.ids import ImportId
+from headrace.protocol.owner import Owner
+from headrace.runtime.share import ImportShare
+
+BUDGET_NBYTES: Final = 64 << 20  # imported in one turn
+IDLE_CHUNK_NBYTES: Final = 32 << 20  # of one import: fewer of them add less to a tail,
+SHARED_CHUNK_NBYTES: Final = 8 << 20  # but where entries decode, each delays a token
+MAX_FLIGHTS: Final = 64  # imports begun and not fenced, on a device that copies by itself,
+MAX_FLIGHT_NBYTES: Final = 16 << 20  # and their bytes: what a cancelled lane waits for
+
+
+class InFlight(Protocol):
+    """An import that is begun and not fenced."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Importing:
+    """Begins the imports of one owner."""
+
+    def __init__(
+        self,
+        machine: Owner,
+        flights: Mapping[ImportId, InFlight],
+        *,
+        share: float,
+        chunk_nbytes: int | None,
+        budget_nbytes: int | None,
+    ) -> None:
+        """`chunk_nbytes` and `budget_nbytes`: None for what is best by itself."""
+        self._machine = machine
+        self._flights = flights
+        self._share = ImportShare(share)
+        self._idle_chunk_nbytes = chunk_nbytes or IDLE_CHUNK_NBYTES
+        self._shared_chunk_nbytes = chunk_nbytes or SHARED_CHUNK_NBYTES
+        self._budget_nbytes = budget_nbytes or BUDGET_NBYTES
+
+    def prepare(self, *, decoding: bool) -> None:
+        """Before a turn takes messages in: what the spans that they tell are cut into."""
+        shared = self._shared_chunk_nbytes
+        self._machine.chunk_nbytes = shared if decoding else self._idle_chunk_nbytes
+
+    def begin(
+        self, carry_out: Callable[[], None], is_interrupted: Callable[[], bool], *, decoding: bool
+    ) -> None:
+        """Begin imports piece by piece, as far as a turn may."""
+        budget = self._budget_nbytes
+        while budget > 0 and self._has_room() and (not decoding or self._share.may_begin):
+            begun_ns = time.monotonic_ns()
+            begun = self._machine.begin_imports(1, begun_ns)
+            carry_out()
+            if begun:
+                self._share.spent(time.monotonic_ns() - begun_ns)
+            budget -= begun
+            if not begun or is_interrupted():
+                return
+
+    def decode(self, step: Callable[[], None], *, decoding: bool) -> None:
+        """Take one decode step, which earns imports their share; without one nothing is owed."""
+        if not decoding:
+            self._share.clear()
+            return
+        begun_ns = time.monotonic_ns()
+        step()
+        self._share.decoded(time.monotonic_ns() - begun_ns)
+
+    def owe_nothing(self) -> None:
+        """Forget what imports have spent so far."""
+        self._share.clear()
+
+    def _has_room(self) -> bool:
+        nbytes = sum(flight.nbytes for flight in self._flights.values())
+        return len(self._flights) < MAX_FLIGHTS and nbytes < MAX_FLIGHT_NBYTES
