@@ -5,7 +5,8 @@ the layer, the part, the head and the position, however they are cut, so that a 
 place or of another prompt is seen. Needs the standard library and msgspec only.
 
 The pace is a compute time per layer, spent before the layer's cells are written: figures made with
-it are called "paced", never "measured on" a device.
+it are called "paced", never "measured on" a device. A device with a copy engine of its own computes
+on while the cells of earlier layers are written; `writes_beside` imitates it.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class ReplayOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """The geometry to imitate, and how fast.
 
     window: 0 for full attention in every layer, else sliding layers of this window except every
-    `full_every`-th. layer_ms: host time spent per layer and prefill chunk. fail_at_layer: raise
-    before this layer, for tests of failing engines; -1 never.
+    `full_every`-th. layer_ms: host time spent per layer, shared out over the prefill chunks.
+    writes_beside: the time of a layer runs while earlier ones are written, instead of after that.
+    fail_at_layer: raise before this layer, for tests of failing engines; -1 never.
     """
 
     layers: int = 8
@@ -57,6 +59,7 @@ class ReplayOptions(Struct, frozen=True, forbid_unknown_fields=True):
     vocab_size: int = 32
     max_positions: int = 1 << 20
     layer_ms: float = 0.0
+    writes_beside: bool = False
     fail_at_layer: int = -1
     model: str = "replay"
 
@@ -74,6 +77,8 @@ class ReplayEngine:
             raise Refused(f"replay: unknown dtype {options.dtype!r}", field="dtype")
         if options.full_every < 1 or options.layer_ms < 0:
             raise Refused("replay: full_every must be at least 1 and layer_ms not negative")
+        if options.writes_beside and not options.layer_ms:
+            raise Refused("replay: writes_beside needs a layer_ms, or nothing is computed beside")
         if not (1 <= options.layers <= MAX_LAYERS and 1 <= options.vocab_size <= MAX_EXTENT):
             raise Refused(f"replay: layers go from 1 to {MAX_LAYERS}, vocab_size to {MAX_EXTENT}")
         self._options = options
@@ -99,7 +104,7 @@ class ReplayEngine:
     def prefill_stream(self, tokens: Sequence[int], sink: PrefillSink, start: int = 0) -> None:
         """Spend the time of each layer, then write and announce, as the route asks."""
         seed = zlib.crc32(array("I", tokens).tobytes())
-        options, stop = sink.options, len(tokens)
+        options, stop, pace = sink.options, len(tokens), _Pace(self._options)
         step = options.prefill_chunk or stop
         chunks = [(at, min(at + step, stop)) for at in range(start, stop, step)]
         everything = [range(len(sink.plan.layers))]
@@ -107,11 +112,11 @@ class ReplayEngine:
             share = (ended - begun) / stop
             if options.route == "streamed":
                 for group in sink.plan.layer_groups(options.group_layers, options.emission):
-                    self._compute(sink, group, share)
+                    self._compute(sink, group, share, pace)
                     self._emit(sink, group, begun, ended, options.chunk, seed)
             else:
-                self._compute(sink, everything, share)
-            ready_ns = time.monotonic_ns()
+                self._compute(sink, everything, share, pace)
+            ready_ns = pace.reached_ns()
             if options.route == "chunked":
                 self._emit(sink, everything, begun, ended, options.chunk, seed)
         if options.route == "whole":
@@ -127,12 +132,13 @@ class ReplayEngine:
             return Full()
         return Sliding(options.window, options.max_positions)
 
-    def _compute(self, sink: PrefillSink, group: Sequence[range], share: float) -> None:
+    def _compute(
+        self, sink: PrefillSink, group: Sequence[range], share: float, pace: _Pace
+    ) -> None:
         for layer in (layer for run in group for layer in run):
             if layer == self._options.fail_at_layer:
                 raise RuntimeError(f"replay was told to fail at layer {layer}")
-            if self._options.layer_ms:
-                time.sleep(self._options.layer_ms * share / 1000)
+            pace.spend(share)
             sink.check()
 
     def _emit(
@@ -167,3 +173,29 @@ class ReplayEngine:
     def _logits(self, seed: int) -> bytes:
         rng = random.Random(seed)
         return array("f", [rng.random() for _ in range(self._options.vocab_size)]).tobytes()
+
+
+class _Pace:
+    """The time that layers take. It begins when it is made.
+
+    With `writes_beside` each layer ends a set time after the one before it ended, whatever was
+    written meanwhile: a wait that comes late is the shorter for it.
+    """
+
+    def __init__(self, options: ReplayOptions) -> None:
+        self._layer_ns = options.layer_ms * 1e6
+        self._beside = options.writes_beside
+        self._ended_ns = float(time.monotonic_ns())
+
+    def spend(self, share: float) -> None:
+        """Wait until a layer of this share of the prompt is computed."""
+        self._ended_ns += self._layer_ns * share
+        wait_ns = self._layer_ns * share
+        if self._beside:
+            wait_ns = self._ended_ns - time.monotonic_ns()
+        if wait_ns > 0:
+            time.sleep(wait_ns / 1e9)
+
+    def reached_ns(self) -> int:
+        """When the last layer was computed; without `writes_beside` that is now."""
+        return round(self._ended_ns) if self._beside else time.monotonic_ns()

@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.backends import replay
 from headrace.backends.null import decoder_like
 from headrace.backends.replay import ReplayEngine
 from headrace.backends.replay import open as open_replay
 from headrace.errors import Refused
 from headrace.geometry import Emission, Full, Layout, Sliding
+from headrace.ids import Span
 from headrace.messages import Prefill
 from headrace.plan import compile_plan
-from headrace.testing.sinks import MemorySink, ask
+from headrace.testing.sinks import MemorySink, MemoryWriter, ask
 
 GEOMETRY: dict[str, Any] = {"layers": 5, "heads": 3, "head_dim": 4, "window": 6, "full_every": 2}
 NUM_TOKENS = 23
@@ -131,6 +133,8 @@ def test_wrong_options_are_refused() -> None:
         open_replay({"layerz": 3})
     with pytest.raises(Refused, match="layout"):
         open_replay({"layout": "sideways"})
+    with pytest.raises(Refused, match="writes_beside needs a layer_ms"):
+        open_replay({"writes_beside": True})
     for wrong in ({"full_every": 0}, {"full_every": -1}, {"layer_ms": -0.5}):
         with pytest.raises(Refused, match="full_every must be at least 1"):
             open_replay(wrong)
@@ -160,3 +164,74 @@ def test_its_pace_is_the_time_asked_for(prefill_chunk: int) -> None:
     run(engine, prompt(), ask(NUM_TOKENS, "streamed", prefill_chunk=prefill_chunk))
     assert 0.040 <= time.monotonic() - begun_s < 0.4
     engine.close()
+
+
+class Clock:
+    """Stands in for the engine's module `time`: time passes by sleeping and by writing only."""
+
+    def __init__(self) -> None:
+        self.now_ns = 5_000_000_000
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now_ns += round(seconds * 1e9)
+
+
+class SlowSink(MemorySink):
+    """Takes `write_ms` for each writer; keeps when each was asked for, and the final's time."""
+
+    def __init__(self, clock: Clock, write_ms: float, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.clock, self.write_ms = clock, write_ms
+        self.written_ms: list[float] = []
+        self.begun_ns = clock.now_ns
+        self.ready_ms = -1.0
+
+    def write(self, *spans: Span) -> MemoryWriter:
+        self.written_ms.append((self.clock.now_ns - self.begun_ns) / 1e6)
+        self.clock.now_ns += round(self.write_ms * 1e6)
+        return super().write(*spans)
+
+    def final(self, logits: Any, *, token: Any = None, ready_ns: int | None = None) -> None:
+        assert ready_ns is not None
+        self.ready_ms = (ready_ns - self.begun_ns) / 1e6
+        super().final(logits, token=token, ready_ns=ready_ns)
+
+
+def paced(monkeypatch: pytest.MonkeyPatch, write_ms: float, asked: Prefill) -> SlowSink:
+    """A prefill of five layers of 8 ms, by a clock of its own."""
+    clock = Clock()
+    monkeypatch.setattr(replay, "time", clock)
+    engine = open_replay({**GEOMETRY, "layer_ms": 8.0, "writes_beside": True})
+    manifest = engine.manifest()
+    plan = compile_plan(decoder_like(manifest), manifest.layouts[0], NUM_TOKENS, 64)
+    sink = SlowSink(clock, write_ms, plan, asked)
+    engine.prefill_stream(prompt(), sink)
+    return sink
+
+
+def test_writing_runs_inside_the_time_of_later_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = paced(monkeypatch, 5.0, ask(NUM_TOKENS, "streamed"))
+    assert sink.written_ms == pytest.approx([8, 16, 24, 32, 40])
+    assert sink.calls.count("check") == GEOMETRY["layers"]
+
+
+def test_writing_that_is_slower_than_computing_lags_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sink = paced(monkeypatch, 10.0, ask(NUM_TOKENS, "streamed"))
+    assert sink.written_ms == pytest.approx([8, 18, 28, 38, 48])
+    assert sink.ready_ms == pytest.approx(40)
+
+
+@pytest.mark.parametrize("write_ms", [0.0, 5.0, 10.0])
+@pytest.mark.parametrize("prefill_chunk", [0, 4])
+@pytest.mark.parametrize("route", ["whole", "chunked", "streamed"])
+def test_the_computing_ends_at_the_same_time_on_all_routes(
+    monkeypatch: pytest.MonkeyPatch, route: Any, prefill_chunk: int, write_ms: float
+) -> None:
+    sink = paced(monkeypatch, write_ms, ask(NUM_TOKENS, route, prefill_chunk=prefill_chunk))
+    assert sink.ready_ms == pytest.approx(40)

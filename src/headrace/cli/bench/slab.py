@@ -1,4 +1,4 @@
-"""`headrace bench control` and `slab`: the control cost of a span, the slab path against memcpy."""
+"""`headrace bench slab`: the slab path against memcpy."""
 
 from __future__ import annotations
 
@@ -7,30 +7,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace.bench import control, slab
-from headrace.bench.rows import percentile, spread, write_rows
+from headrace.bench import slab
+from headrace.bench.rows import spread, write_rows
 from headrace.cli.arguments import check_count, check_output
 from headrace.cli.bench.arguments import MAX_SIZE_MB, check_sizes
 
 _console = Console(highlight=False)
-
-
-def control_command(
-    *, requests: int = 200, round_trips: int = 5000, out: Path | None = None
-) -> int:
-    """A span's control cost at the owner, and a message's one-way time."""
-    check_count("--requests", requests)
-    check_count("--round-trips", round_trips)
-    check_output("--out", out, make_parents=True)
-    rows = list(control.run(requests, round_trips))
-    write_rows(out, "control", rows)
-    for row in rows:
-        micros = [ns / 1e3 for ns in row["ns"]]
-        _console.print(
-            f"{row['measure']:>10}: p50 {percentile(micros, 50):.1f} us  "
-            f"p99 {percentile(micros, 99):.1f} us  n={len(micros)}"
-        )
-    return 0
 
 
 def slab_command(

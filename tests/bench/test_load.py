@@ -1,0 +1,396 @@
+"""`bench load` at smoke size: serving rows, three arms beside neighbours, goals on made-up rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.backends.base import Entry
+from headrace.backends.null import NullDecoder, decoder_like
+from headrace.backends.replay import ReplayEngine, ReplayOptions
+from headrace.bench import load, paced
+from headrace.bench.discarding import DiscardingDecoder
+from headrace.bench.load import Setting
+from headrace.bench.load_table import figures, serving_lines, token_lines
+from headrace.bench.neighbours import ARMS, Arrivals, Neighbourhood, arms_of
+from headrace.bench.plots import draw
+from headrace.bench.rows import RowFile
+from headrace.bench.stand import RequestFailed
+from headrace.cli import run_command
+from headrace.errors import LocalProtocolError, Refused
+from headrace.plan import Plan, compile_plan
+from headrace.runtime.worker import SourceHandle
+from tests.e2e.families import decoder_of, directory_of, hand_off, make_prompt, slot_view
+from tests.e2e.families import options as options_for
+
+MODEL = Setting(
+    model="llama",
+    directory=directory_of("llama"),
+    rates_mb_s=(20.0,),
+    in_flight=(2,),
+    prompt=40,
+    repeats=2,
+    neighbours=(2,),
+    import_prompt=64,
+    blocks=2,
+    block_s=0.05,
+)
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+# The control arm.
+
+
+def null_pair(num_tokens: int) -> tuple[DiscardingDecoder, NullDecoder, Plan]:
+    manifest = ReplayEngine(ReplayOptions(layers=2, heads=1, head_dim=4)).manifest()
+    inner = NullDecoder(decoder_like(manifest), context=num_tokens, lanes=2)
+    plan = compile_plan(inner.manifest(), "head_major", num_tokens, num_tokens)
+    return DiscardingDecoder(inner), inner, plan
+
+
+def test_what_was_discarded_is_never_published() -> None:
+    decoder, inner, plan = null_pair(8)
+    slot = slot_view(memoryview(bytearray(b"\x07" * plan.slot.nbytes)), plan.layout)
+    copies = plan.copies(plan.whole())
+    decoder.discarding = True
+    hollow = decoder.reserve(8)
+    assert decoder.begin_import(hollow, slot, copies).done()
+    assert decoder.discarded_nbytes == plan.nbytes
+    assert decoder.num_hollow == 1
+    assert not any(bytes(decoder.read(hollow, plan.layout, copies[0])))
+    decoder.discarding = False
+    assert decoder.begin_import(hollow, slot, copies).done()  # copied later, and hollow still
+    with pytest.raises(LocalProtocolError, match="was to be published"):
+        decoder.publish(hollow)
+    decoder.free(hollow)
+    assert decoder.num_hollow == 0
+
+    real = decoder.reserve(8)
+    assert decoder.begin_import(real, slot, copies).done()
+    assert set(bytes(decoder.read(real, plan.layout, copies[0]))) == {7}
+    entry = decoder.publish(real)
+    assert isinstance(entry, Entry)
+    assert decoder.statistics() == inner.statistics()
+    with pytest.raises(LocalProtocolError, match="decodes nothing"):
+        decoder.decode_step([(entry, 0)])
+    decoder.free(entry)
+    decoder.close()
+
+
+# The paced source.
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_paced_source_feeds_a_real_decoder(family: str) -> None:
+    decoder = decoder_of(family)
+    num_tokens = 40
+    options = paced.options_for(decoder.manifest(), num_tokens, 1e12)
+    source = paced.open(json.loads(json.dumps(options)))
+    assert source.manifest().model == decoder.manifest().model
+    asked = options_for("streamed", num_tokens)
+    sink, entry = hand_off(source, decoder, make_prompt(num_tokens), asked)
+    try:
+        assert sink.plan.nbytes == paced.kv_nbytes(decoder.manifest(), num_tokens)
+        (logits,) = decoder.decode_step([(entry, 1)])
+        assert torch.isfinite(torch.frombuffer(logits, dtype=torch.float32)).all()
+    finally:
+        decoder.free(entry)
+
+
+def test_the_pace_follows_from_the_rate() -> None:
+    manifest = decoder_of("llama").manifest()
+    options = paced.options_for(manifest, 100, 1e6)
+    nbytes = paced.kv_nbytes(manifest, 100)
+    assert nbytes == 100 * sum(layer.row_nbytes for layer in manifest.layers)
+    assert options["layer_ms"] == pytest.approx(nbytes / 1e6 * 1e3 / len(manifest.layers))
+
+
+# Rows.
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_serving_rows_of_each_route(tmp_path: Path) -> None:
+    setting = replace(MODEL, neighbours=())
+    out = tmp_path / "load.jsonl"
+    rows = list(load.run(setting, RowFile(out, load.CLAIM, load.KEY)))
+    assert [row["route"] for row in rows] == [*load.ROUTES, *load.ROUTES[::-1]]
+    for row in rows:
+        assert row["requests"] == load.requests_of(2) == len(row["ttft_ns"]) == len(row["tail_ns"])
+        assert row["requests_per_s"] > 0
+        assert row["pairing"]["threads"] == 1
+        assert min(row["ttft_ns"]) > min(row["prefill_ns"]) > 0
+        assert len(row["choices"]) == (row["requests"] if row["route"] == "auto" else 0)
+        assert row["kv_nbytes_per_s"] * row["elapsed_ns"] / 1e9 == pytest.approx(
+            row["requests"] * paced.kv_nbytes(decoder_of("llama").manifest(), 40)
+        )
+    again = RowFile(out, load.CLAIM, load.KEY, resume=True)
+    assert list(load.run(setting, again)) == []
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_token_rows_of_the_three_arms(tmp_path: Path) -> None:
+    setting = replace(MODEL, in_flight=())
+    out = tmp_path / "load.jsonl"
+    rows = list(load.run(setting, RowFile(out, load.CLAIM, load.KEY)))
+    assert [(row["block"], row["arm"]) for row in rows] == arms_of()
+    for row in rows:
+        assert row["pairing"]["threads"] == 1
+        assert len(row["gaps_ns"]) >= 2 * 4
+        assert min(row["gaps_ns"]) > 0
+        assert row["period_ns"] >= row["nominal_period_ns"] > 0
+        if row["arm"] == "none":
+            assert (row["requests"], row["imported_nbytes"], row["chunks"]) == (0, 0, 0)
+    for arm in ("real", "discarded"):
+        assert sum(row["imported_nbytes"] for row in rows if row["arm"] == arm) > 0
+    cut = out.read_text().splitlines(keepends=True)[:-2]
+    out.write_text("".join(cut))
+    again = RowFile(out, load.CLAIM, load.KEY, resume=True)
+    missing = list(load.run(setting, again))
+    assert [(row["block"], row["arm"]) for row in missing] == arms_of()[-2:]
+
+
+def test_the_torch_source_is_not_paced() -> None:
+    setting = replace(MODEL, source="torch", neighbours=(), repeats=1, prompt=16, tokens=1)
+    rows = list(load.run(setting, RowFile(None, load.CLAIM, load.KEY)))
+    assert {(row["source"], row["rate_mb_s"]) for row in rows} == {("torch", 0.0)}
+    assert setting.seconds() > 0
+
+
+class Beside:
+    """A stand of a tiny model with a source of its own, for neighbours."""
+
+    def __init__(self) -> None:
+        self.decoder = DiscardingDecoder(load._cpu_beside(MODEL))
+        manifest = self.decoder.manifest()
+        source = load._paced(manifest, 64, 20.0)
+        self.stand = load._stand(source, self.decoder, MODEL.context)
+        self.near = Neighbourhood(
+            self.stand, self.decoder, make_prompt(64), context=MODEL.context, block_s=0.01
+        )
+
+
+@pytest.fixture(scope="module")
+def beside() -> Iterator[Beside]:
+    made = Beside()
+    yield made
+    made.stand.close()
+
+
+def test_nothing_that_is_imported_beside_neighbours_is_published(beside: Beside) -> None:
+    published = 0
+    publish = beside.decoder.publish
+
+    def counted(reservation: Any) -> Entry:
+        nonlocal published
+        published += 1
+        return publish(reservation)
+
+    beside.decoder.publish = counted  # type: ignore[method-assign]
+    try:
+        with beside.near.decoding(1):
+            period_ns = beside.near.carried_period_ns(1)
+            assert period_ns > 1
+            for arm in ARMS:
+                beside.near.block(arm, period_ns)
+                assert not beside.decoder.discarding
+    finally:
+        del beside.decoder.publish
+    assert published == 1  # the neighbour
+    assert beside.decoder.discarded_nbytes > 0
+    assert beside.decoder.num_hollow == 0
+
+
+def test_an_arrival_that_was_published_is_an_error(beside: Beside) -> None:
+    owner = beside.stand.owner
+    arrivals = Arrivals(owner, make_prompt(8), 0)
+    arrivals.act()
+    arrivals._stopped = True  # so that nobody withdraws it
+    while not owner.idle:
+        owner.turn(0.05)
+    with pytest.raises(LocalProtocolError, match="must not be published finished"):
+        arrivals.check()
+
+
+def test_arrivals_wait_for_the_one_before(beside: Beside) -> None:
+    owner = beside.stand.owner
+    arrivals = Arrivals(owner, make_prompt(64), 1)  # due again at once
+    while arrivals.completed < 3:
+        arrivals.act()
+        owner.turn(0.05)
+    arrivals.stop()
+    owner.drain()
+    arrivals.check()
+    counts = arrivals.counts()
+    assert counts["late"] >= 1
+    assert counts["imported_nbytes"] >= 3 * paced.kv_nbytes(beside.decoder.manifest(), 64)
+
+
+def test_a_neighbour_that_ends_ends_the_run(beside: Beside) -> None:
+    short = Neighbourhood(beside.stand, beside.decoder, make_prompt(64), context=35, block_s=10.0)
+    with pytest.raises(RequestFailed, match="a neighbour finished early"), short.decoding(1):
+        short.block("none", 1)
+    assert beside.stand.owner.idle
+
+
+def test_a_stand_that_cannot_be_made_leaves_nothing(nothing_left: None) -> None:
+    source = SourceHandle("replay", {"layers": 2})
+    with pytest.raises(Refused):
+        load._stand(source, load._cpu_beside(MODEL), MODEL.context)
+
+
+def test_prompts_that_the_model_does_not_hold_are_refused() -> None:
+    MODEL.check()
+    with pytest.raises(Refused, match="llama holds 512 positions"):
+        replace(MODEL, prompt=500).check()
+    with pytest.raises(Refused, match="ask for shorter prompts"):
+        replace(MODEL, import_prompt=500).check()
+    replace(MODEL, prompt=500, in_flight=()).check()
+
+
+# Goals, on invented rows.
+
+
+def token_row(arm: str, block: int, gaps_ms: list[float], nbytes: int = 100) -> dict[str, Any]:
+    return {
+        "measure": "token",
+        "model": "m",
+        "rate_mb_s": 100.0,
+        "neighbours": 2,
+        "arm": arm,
+        "block": block,
+        "gaps_ns": [int(ms * 1e6) for ms in gaps_ms],
+        "span_ns": 10**9,
+        "imported_nbytes": nbytes,
+    }
+
+
+def serving_row(route: str, repeat: int, ttft_ms: list[float]) -> dict[str, Any]:
+    return {
+        "measure": "serving",
+        "model": "m",
+        "source": "paced",
+        "rate_mb_s": 100.0,
+        "in_flight": 4,
+        "route": route,
+        "repeat": repeat,
+        "requests_per_s": 1.0,
+        "kv_nbytes_per_s": 1e6,
+        "elapsed_ns": 10**9,
+        "ttft_ns": [int(ms * 1e6) for ms in ttft_ms],
+        "tail_ns": [10**6],
+        "decode_in_the_way_ns": [0],
+        "choices": [{"route": "streamed"}] if route == "auto" else [],
+    }
+
+
+def test_the_token_time_goal_is_of_mean_and_median() -> None:
+    def verdicts(real: list[float]) -> dict[str, bool | None]:
+        rows = [token_row("real", 0, real), token_row("discarded", 0, [100, 100, 100])]
+        rows.append(token_row("none", 0, [90, 90, 90]))
+        return {figure.name: figure.met for figure in figures(rows)}
+
+    where = "m, KV paced at 100 MB/s, 2 decoding, real to discarded"
+    met = verdicts([102, 102, 102])
+    assert met[f"token time, mean, {where}"] is True
+    assert met[f"token time, median, {where}"] is True
+    assert met[f"token time, p99, {where}"] is None
+    assert met[f"token time, mean, {where.replace('discarded', 'none')}"] is None
+    bursts = verdicts([100, 100, 110])
+    assert bursts[f"token time, mean, {where}"] is False
+    assert bursts[f"token time, median, {where}"] is True
+    assert verdicts([103, 103, 103])[f"token time, median, {where}"] is False
+
+
+def test_token_ratios_are_paired_by_block() -> None:
+    rows = [
+        token_row("real", 0, [10]),
+        token_row("discarded", 0, [10], nbytes=50),
+        token_row("real", 1, [20]),  # the machine was slower then
+        token_row("discarded", 1, [20], nbytes=50),
+        token_row("real", 2, [99]),  # has no partner
+    ]
+    results = {figure.name: figure.result for figure in figures(rows)}
+    where = "m, KV paced at 100 MB/s, 2 decoding, real to discarded"
+    assert results[f"token time, mean, {where}"] == "1.0000 [1.0000, 1.0000] n=2"
+    assert results[f"KV imported per token, {where}"].startswith("2.0000")
+    line = next(iter(token_lines(rows)))
+    assert (line.arm, line.gap_ms.samples, line.p99_ms) == ("real", 3, 99)
+
+
+def test_auto_must_not_be_slower_than_whole_under_load() -> None:
+    def met(auto_ms: float) -> bool | None:
+        rows = [serving_row("whole", 0, [100, 100, 900]), serving_row("auto", 0, [auto_ms] * 3)]
+        rows.append(serving_row("streamed", 0, [50]))
+        found = {figure.name: figure.met for figure in figures(rows)}
+        assert found["TTFT, m, paced source at 100 MB/s, 4 in flight, streamed to whole"] is None
+        return found["TTFT, m, paced source at 100 MB/s, 4 in flight, auto to whole"]
+
+    assert met(102) is True
+    assert met(103) is False
+    (line,) = serving_lines([serving_row("auto", 0, [1, 2, 3])])
+    assert (line.ttft_ms.median, line.note) == (2, "1 x streamed")
+    assert list(figures([])) == []
+
+
+# The command.
+
+
+def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "load.jsonl"
+    file = RowFile(out, load.CLAIM, load.KEY)
+    for each in (*ARMS, *ARMS):
+        file.append({**token_row(each, 0, [1, 2]), "source": "paced"})
+    for route in load.ROUTES:
+        file.append({**serving_row(route, 0, [1]), "model": directory_of("llama").name})
+    small = ["--model", str(directory_of("llama")), "--in-flight", "1", "--prompt", "16"]
+    small += ["--repeats", "1", "--empty-neighbours", "--rates-mb-s", "50", "--resume"]
+    assert run_command(["bench", "load", *small, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "minutes from the start" in said
+    assert "serving, repeat 0" in said
+    assert "goals met" in said
+    draw(out, tmp_path / "load.svg")
+    drawn = (tmp_path / "load.svg").read_text()
+    for text in ("requests in flight", "token time, mean, ratio", "real to none, 100 MB/s"):
+        assert text in drawn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--empty-in-flight", "--empty-neighbours"], "are both empty"),
+        (["--in-flight", "0"], "--in-flight is 0"),
+        (["--neighbours", "65"], "--neighbours is 65"),
+        (["--empty-rates-mb-s"], "--rates-mb-s is empty"),
+        (["--rates-mb-s", "inf"], "--rates-mb-s is inf"),
+        (["--tokens", "0"], "--tokens is 0"),
+        (["--blocks", "0"], "--blocks is 0"),
+        (["--block-s", "0"], "--block-s is 0"),
+        (["--out", "/tmp"], "/tmp is a directory"),
+        (["--model", "no-such-model"], "no model 'no-such-model'"),
+        (["--model", str(directory_of("llama")), "--prompt", "500"], "holds 512 positions"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_measured(
+    arguments: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load, "run", None)
+    assert run_command(["bench", "load", *arguments]) == 2
+    complaint = capsys.readouterr().err
+    assert sentence in complaint
+    assert complaint.count("\n") == 1
