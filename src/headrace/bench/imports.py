@@ -15,6 +15,8 @@ a process of their own: once as it is and once with stores that bypass the cache
                     as with a ring that the source writes again and again
     cold-lane       the lane's memory was never touched
     cold-mapping    the slab was mapped anew and not pre-faulted
+    remap           no copy: what a source would pay for each request if its slot became the lane. It
+                    must let go of the mapping, provably (`/proc`), and map and fault in another one
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ WINDOWS_MB: Final = (1, 4, 16, 64)
 REFERENCE_NBYTES: Final = 4 << 20
 _BUSY_NBYTES: Final = 64 << 20
 _MB: Final = 1 << 20
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 
 Way = Callable[[], None]
 
@@ -115,6 +118,7 @@ class Ways:
                 ways[f"window-{mb}"] = self._timed(partial(self._window, mb * _MB))
         ways["cold-lane"] = self._cold_lane
         ways["cold-mapping"] = self._cold_mapping
+        ways["remap"] = self._timed(self._remap)
         return ways
 
     def _timed(self, way: Way) -> Callable[[], dict[str, Any]]:
@@ -192,6 +196,12 @@ class Ways:
         with closing(mmap.mmap(self._slab.fd, self._nbytes)) as fresh:
             address = ctypes.addressof(ctypes.c_char.from_buffer(fresh))
             return self._measured(lambda: self._copy(address, self.lane.address, 8 * _MB))
+
+    def _remap(self) -> None:
+        with closing(mmap.mmap(self._slab.fd, self._nbytes)) as fresh:
+            fresh.madvise(_MADV_POPULATE_WRITE)
+        with open("/proc/self/maps") as maps:
+            maps.read()
 
 
 def _stay_busy() -> None:

@@ -70,7 +70,7 @@ class Setting:
     tokens: int = 4
     repeats: int = 10
     neighbours: tuple[int, ...] = (1, 2, 4)
-    import_prompt: int = 1024
+    import_prompt: int = 512
     blocks: int = 10
     block_s: float = 1.0
 

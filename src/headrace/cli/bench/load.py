@@ -31,7 +31,7 @@ def load_command(
     tokens: int = 4,
     repeats: int = 10,
     neighbours: tuple[int, ...] = (1, 2, 4),
-    import_prompt: int = 1024,
+    import_prompt: int = 512,
     blocks: int = 10,
     block_s: float = 1.0,
     resume: bool = False,
