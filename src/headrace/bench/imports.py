@@ -15,8 +15,8 @@ a process of their own: once as it is and once with stores that bypass the cache
                     as with a ring that the source writes again and again
     cold-lane       the lane's memory was never touched
     cold-mapping    the slab was mapped anew and not pre-faulted
-    remap           no copy: what a source would pay for each request if its slot became the lane. It
-                    must let go of the mapping, provably (`/proc`), and map and fault in another one
+    remap           no copy, but what a source would pay for each request if its slot became the
+                    lane: it lets go of the mapping, provably (`/proc`), and maps another one
 """
 
 from __future__ import annotations
