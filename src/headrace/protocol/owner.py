@@ -367,7 +367,7 @@ class Owner(Grants):
             if entry.deadline_ns is not None:
                 text = "its deadline passed"
                 yield entry.deadline_ns, fail(handoff.attempt, Cause.DEADLINE, text)
-            if handoff.live and handoff.lease is not None and not handoff.final:
+            if handoff.lease is not None and not handoff.final and handoff.live:
                 due_ns = handoff.last_progress_ns + self.limits.progress_timeout_ns
                 text = "the source made no progress in time"
                 yield due_ns, fail(handoff.attempt, Cause.STALLED, text)

@@ -149,9 +149,9 @@ one: an import takes no read token
 one: a request's deadline is ignored
     if entry.deadline_ns is not None: => if False:
 parked: the progress deadline is ignored
-    if handoff.live and handoff.lease is not None and not handoff.final: => if False:
+    if handoff.lease is not None and not handoff.final and handoff.live: => if False:
 retry-late: an attempt that was given up has a progress deadline
-    handoff.live and  =>
+    not handoff.final and handoff.live => not handoff.final
 hybrid: the progress deadline outlives the final
      and not handoff.final =>
 one: tokens are waited for without an end
