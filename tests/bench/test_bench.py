@@ -7,18 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench import slab
-from headrace.bench.rows import percentile, spread, write_rows
+from headrace.bench import imports
+from headrace.bench.rows import RowFile, percentile, read_rows, spread, write_rows
 from headrace.cli import run_command
-
-
-def test_slab_rows_of_both_forms() -> None:
-    rows = list(slab.run((2,), repeats=1))
-    assert sorted(row["form"] for row in rows) == ["1-copy", "2-copy"]
-    for row in rows:
-        assert row["nbytes"] == 2 << 20
-        assert row["wall_ratio"] == row["memcpy_wall_ns"] / row["wall_ns"]
-        assert row["two_memcpy_wall_ns"] > 0
+from headrace.errors import Refused
 
 
 def test_rows_begin_with_a_stamp(tmp_path: Path) -> None:
@@ -41,22 +33,24 @@ def test_spread_is_by_rank() -> None:
 def test_the_command_line_prints_and_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "slab.jsonl"
-    small = ["--sizes-mb", "1", "--repeats", "1", "--out", str(out)]
-    assert run_command(["bench", "slab", *small]) == 0
-    assert "1-copy" in capsys.readouterr().out
-    assert len(out.read_text().splitlines()) == 3
+    out = tmp_path / "imports.jsonl"
+    small = ["--sizes-mb", "1", "--repeats", "2", "--out", str(out)]
+    assert run_command(["bench", "imports", *small]) == 0
+    assert "cold-mapping" in capsys.readouterr().out
+    claim, *rows = map(json.loads, out.read_text().splitlines())
+    assert claim["claim"] == "imports"
+    assert {row["way"] for row in rows} >= {"memmove-8", "remap"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["slab", "--out", "/tmp"], "/tmp is a directory"),
-        (["slab", "--repeats", "0"], "--repeats is 0"),
-        (["slab", "--sizes-mb", "0"], "--sizes-mb is 0"),
-        (["slab", "--sizes-mb", "1", "--sizes-mb", "-5"], "--sizes-mb is -5"),
-        (["slab", "--empty-sizes-mb"], "--sizes-mb is empty"),
-        (["slab", "--out", "/dev/null/rows.jsonl"], "is not a directory"),
+        (["imports", "--out", "/tmp"], "/tmp is a directory"),
+        (["imports", "--repeats", "0"], "--repeats is 0"),
+        (["imports", "--sizes-mb", "0"], "--sizes-mb is 0"),
+        (["imports", "--sizes-mb", "1", "--sizes-mb", "-5"], "--sizes-mb is -5"),
+        (["imports", "--empty-sizes-mb"], "--sizes-mb is empty"),
+        (["imports", "--out", "/dev/null/rows.jsonl"], "is not a directory"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_measured(
@@ -65,8 +59,39 @@ def test_a_mistake_is_told_before_anything_is_measured(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(slab, "run", None)
+    monkeypatch.setattr(imports, "run", None)
     assert run_command(["bench", *arguments]) == 2
     complaint = capsys.readouterr().err
     assert sentence in complaint
     assert complaint.count("\n") == 1
+
+
+def test_a_run_goes_on_where_it_was_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    first = RowFile(path, "nothing", ("a", "b"))
+    first.append({"a": 1, "b": 1, "ns": 5})
+    first.append({"a": 1, "b": 2, "ns": 6})
+    whole = path.read_text()
+    path.write_text(whole[:-4])  # killed while it wrote
+    again = RowFile(path, "nothing", ("a", "b"), resume=True)
+    assert {"a": 1, "b": 1} in again
+    assert {"a": 1, "b": 2} not in again
+    again.append({"a": 1, "b": 2, "ns": 7})
+    assert [row["ns"] for row in read_rows(path)] == [5, 7]
+    assert [("stamp" in json.loads(line)) for line in path.read_text().splitlines()] == [
+        *(True, False),
+        *(True, False),
+    ]
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    write_rows(path, "other", [{"a": 1}])
+    with pytest.raises(Refused, match="holds rows of other, not nothing"):
+        RowFile(path, "nothing", ("a",), resume=True)
+    for text in ("{}\nno row\n{}\n", "[1]\n{}\n"):
+        path.write_text(text)
+        with pytest.raises(Refused, match="is no row of a benchmark"):
+            read_rows(path)
+    assert RowFile(path, "nothing", ("a",)).rows == []  # a new run replaces it
+    RowFile(None, "nothing", ("a",)).append({"a": 1})

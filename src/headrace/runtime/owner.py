@@ -94,7 +94,7 @@ class DecoderOwner(Shell):
         sources = Sources(
             machine, self._manifest, context, own, self._watch, self._tell, self._run_commands
         )
-        super().__init__(machine, decoder, sources)
+        super().__init__(machine, decoder, sources, import_share)
         self._closed = False
         self._turning = False
         self._checked = True  # whether the books were checked since it became idle

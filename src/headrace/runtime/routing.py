@@ -25,6 +25,7 @@ from headrace.ids import SourceId, Span
 from headrace.messages import MAX_CHOICE_TEXT, Measured, Route, RouteChoice, travelling_text
 from headrace.plan import Plan
 from headrace.protocol.source import MOST_SPANS
+from headrace.runtime.importing import IDLE_CHUNK_NBYTES, SHARED_CHUNK_NBYTES
 from headrace.runtime.probe import Probe, probe
 from headrace.runtime.requests import RequestOptions
 
@@ -35,7 +36,7 @@ NEWEST: Final = 0.25  # what the newest request counts in a running mean
 MOST_OFF: Final = 2.0  # what a prediction is corrected by at most, either way
 LEAST_NBYTES: Final = 1 << 20  # of an import from which a speed is learned
 GROUP_LAYERS: Final = (1, 2, 4, 8, 16, 32)
-CHUNK_NBYTES: Final = 8 << 20  # what a span may hold before its import is worth beginning sooner
+CHUNK_NBYTES: Final = SHARED_CHUNK_NBYTES  # of a span: beyond it, its import may as well begin
 
 
 class Step(NamedTuple):
@@ -49,7 +50,8 @@ class Step(NamedTuple):
 class Costs:
     """What one source and the way to this owner cost, in ns.
 
-    announce_ns: what a message holds the source up. fixed_ns: what a hand-off takes beyond the copy
+    announce_ns: what a message holds the source up. piece_ns: what an import costs its owner beside
+    the copy. fixed_ns: what a hand-off takes beyond the copy
     of its last bytes. prefills: (tokens, compute time) of the last requests; those that went whole
     count alone where there are any, since their compute is not mixed with writing. off: by route,
     what hand-offs took over what was predicted, such as copies that slow each other down.
@@ -58,6 +60,7 @@ class Costs:
     write_ns_per_byte: float
     import_ns_per_byte: float
     announce_ns: float
+    piece_ns: float
     fixed_ns: float
     prefills: list[Prefilled] = field(default_factory=list)
     off: dict[Route, float] = field(default_factory=dict)
@@ -79,18 +82,24 @@ class Costs:
         nearest, ns = known[0] if num_tokens < known[0][0] else known[-1]
         return ns * num_tokens / nearest
 
-    def predict_ns(self, compute_ns: float, way: Candidate) -> float:
-        """From the grant to publishing, if the request goes this way."""
-        return self.off.get(way.route, 1.0) * self.ideal_ns(compute_ns, way.steps)
+    def predict_ns(self, compute_ns: float, way: Candidate, slowdown: float = 1.0) -> float:
+        """From the grant to publishing, if the request goes this way.
 
-    def ideal_ns(self, compute_ns: float, steps: Sequence[Step]) -> float:
-        """The same if nothing slows anything else down."""
+        `slowdown`: of imports that have a share of the owner's time only, since entries decode.
+        """
+        return self.off.get(way.route, 1.0) * self.ideal_ns(compute_ns, way.steps, slowdown)
+
+    def ideal_ns(self, compute_ns: float, steps: Sequence[Step], slowdown: float = 1.0) -> float:
+        """The same if copies do not slow each other down."""
+        piece_nbytes = IDLE_CHUNK_NBYTES if slowdown == 1.0 else SHARED_CHUNK_NBYTES
         source_ns = owner_ns = computed = 0.0
         for step in steps:
             source_ns += compute_ns * (step.computed - computed)
             source_ns += self.write_ns_per_byte * step.nbytes + self.announce_ns
             computed = step.computed
-            owner_ns = max(owner_ns, source_ns) + self.import_ns_per_byte * step.nbytes
+            num_pieces = -(-step.nbytes // piece_nbytes)
+            import_ns = self.import_ns_per_byte * step.nbytes + self.piece_ns * num_pieces
+            owner_ns = max(owner_ns, source_ns) + import_ns * slowdown
         return max(owner_ns, source_ns) + self.fixed_ns
 
 
@@ -133,10 +142,19 @@ class RouteChooser:
         return self._probed
 
     def choose(
-        self, source: SourceId, plan: Plan, options: RequestOptions, emits: Sequence[Emission]
+        self,
+        source: SourceId,
+        plan: Plan,
+        options: RequestOptions,
+        emits: Sequence[Emission],
+        *,
+        slowdown: float = 1.0,
     ) -> RouteChoice:
-        """The route of one request that asked for `auto`, how it is cut, and why."""
-        choice = self._choose(source, plan, options, emits)
+        """The route of one request that asked for `auto`, how it is cut, and why.
+
+        `slowdown`: by what imports take longer than alone, since entries decode at the owner.
+        """
+        choice = self._choose(source, plan, options, emits, slowdown)
         self._chosen[choice.route] += 1
         return choice
 
@@ -153,7 +171,7 @@ class RouteChooser:
         costs = self._costs_of(source)
         took_ns = measured.published_ns - measured.prefill_begun_ns - measured.decode_in_the_way_ns
         known_ns = costs.compute_ns(plan.num_tokens)
-        if known_ns is not None:
+        if known_ns is not None and not measured.decode_in_the_way_ns:
             way = _way_of(plan, options)
             expected_ns = costs.ideal_ns(known_ns, way.steps)
             off = min(MOST_OFF, max(1 / MOST_OFF, took_ns / max(1.0, expected_ns)))
@@ -172,7 +190,8 @@ class RouteChooser:
             writing_ns = costs.write_ns_per_byte * plan.nbytes + costs.announce_ns * measured.groups
             prefill_ns = max(0.0, prefill_ns - writing_ns)
             last_ns = costs.import_ns_per_byte * measured.last_group_nbytes
-            costs.fixed_ns = _mean(costs.fixed_ns, max(0.0, tail_ns - last_ns))
+            if not measured.decode_in_the_way_ns:
+                costs.fixed_ns = _mean(costs.fixed_ns, max(0.0, tail_ns - last_ns))
         elif options.route == "whole" and plan.nbytes >= LEAST_NBYTES:
             writing_ns = max(0.0, tail_ns - measured.import_ns - costs.fixed_ns)
             costs.write_ns_per_byte = _mean(costs.write_ns_per_byte, writing_ns / plan.nbytes)
@@ -189,7 +208,12 @@ class RouteChooser:
         return dict(self._chosen)
 
     def _choose(
-        self, source: SourceId, plan: Plan, options: RequestOptions, emits: Sequence[Emission]
+        self,
+        source: SourceId,
+        plan: Plan,
+        options: RequestOptions,
+        emits: Sequence[Emission],
+        slowdown: float,
     ) -> RouteChoice:
         whole = _whole(plan)
         if not emits:
@@ -200,16 +224,17 @@ class RouteChooser:
         known_ns = costs.compute_ns(plan.num_tokens)
         copies_ns = (costs.write_ns_per_byte + costs.import_ns_per_byte) * plan.nbytes
         compute_ns = copies_ns if known_ns is None else known_ns
-        whole_ns = costs.predict_ns(compute_ns, whole)
+        whole_ns = costs.predict_ns(compute_ns, whole, slowdown)
         others = [
-            (costs.predict_ns(compute_ns, each), each) for each in candidates(plan, options, emits)
+            (costs.predict_ns(compute_ns, each, slowdown), each)
+            for each in candidates(plan, options, emits)
         ]
         least_ns = min((ns for ns, _ in others), default=whole_ns)
         enough_ns = least_ns + LEAST_GAIN_NS  # of those that differ by less, the finest cut
         best_ns, best = next((o for o in others if o[0] <= enough_ns), (whole_ns, whole))
         compute = "no prefill measured yet" if known_ns is None else f"compute {_ms(known_ns)}"
         speed = 1 / max(costs.import_ns_per_byte, 1e-9)
-        basis = f"{compute}, imports at {speed:.2f} GB/s"
+        basis = f"{compute}, imports at {speed / slowdown:.2f} GB/s"
         if whole_ns - best_ns < max(LEAST_GAIN * whole_ns, LEAST_GAIN_NS):
             reason = f"{best.name} would gain less than {100 * LEAST_GAIN:.1f} % or 0.1 ms"
             return _choice(whole, f"{reason}: {_ms(best_ns)} against {_ms(whole_ns)} ({basis})")
@@ -218,7 +243,8 @@ class RouteChooser:
     def _costs_of(self, source: SourceId) -> Costs:
         if source not in self._costs:
             copy_ns, announce_ns = self.prepare()
-            self._costs[source] = Costs(copy_ns, copy_ns, announce_ns, 4 * announce_ns)
+            first = Costs(copy_ns, copy_ns, announce_ns, 2 * announce_ns, 4 * announce_ns)
+            self._costs[source] = first
         return self._costs[source]
 
 

@@ -82,7 +82,9 @@ class _After:
 class Shell:
     """The hands of one owner: one decoder, its sources, and the requests that run on them."""
 
-    def __init__(self, machine: Owner, decoder: Decoder, sources: Sources) -> None:
+    def __init__(
+        self, machine: Owner, decoder: Decoder, sources: Sources, import_share: float
+    ) -> None:
         self._machine = machine
         self._decoder = decoder
         self._sources = sources
@@ -93,6 +95,7 @@ class Shell:
         self._apart: dict[AttemptId, Reservation | Entry] = {}  # what is quarantined, if known
         self._decoding = Decoding(machine, decoder, self._active, self._run_commands)
         self._poison = PoisonMemory()
+        self._import_share = import_share
         self._chooser = RouteChooser()
         self._commands: deque[Command] = deque()
         self._failures: list[Callable[[], None]] = []
@@ -246,7 +249,9 @@ class Shell:
         if options.route == "auto":
             self._chooser.keep(self._handles)
             emits = handle.manifest.emits
-            active.routed(self._chooser.choose(command.source, plan, options, emits))
+            slowdown = 1 / self._import_share if self._decoding else 1.0
+            choose = partial(self._chooser.choose, command.source, plan, options, emits)
+            active.routed(choose(slowdown=slowdown))
         slot = handle.slot(command.slot)
         prompt = active.prompt_bytes()
         slot[plan.slot.prompt_offset : plan.slot.prompt_offset + len(prompt)] = prompt

@@ -69,7 +69,7 @@ def measured(
 
 
 def test_the_two_ends_overlap_on_paper() -> None:
-    costs = Costs(write_ns_per_byte=0, import_ns_per_byte=1, announce_ns=0, fixed_ns=5)
+    costs = Costs(write_ns_per_byte=0, import_ns_per_byte=1, announce_ns=0, piece_ns=0, fixed_ns=5)
     whole = [Step(1.0, 100)]
     assert costs.ideal_ns(1000, whole) == 1105
     assert costs.ideal_ns(1000, [Step(0.5, 50), Step(1.0, 50)]) == 1055
@@ -79,12 +79,30 @@ def test_the_two_ends_overlap_on_paper() -> None:
 
 
 def test_writing_and_telling_hold_the_source_up() -> None:
-    costs = Costs(write_ns_per_byte=2, import_ns_per_byte=0, announce_ns=10, fixed_ns=0)
+    costs = Costs(write_ns_per_byte=2, import_ns_per_byte=0, announce_ns=10, piece_ns=0, fixed_ns=0)
     assert costs.ideal_ns(100, [Step(1.0, 7)]) == 100 + 14 + 10
 
 
+def test_each_piece_costs_and_imports_wait_for_their_share() -> None:
+    costs = Costs(0, import_ns_per_byte=1, announce_ns=0, piece_ns=10, fixed_ns=0)
+    halves = [Step(0.5, 50), Step(1.0, 50)]
+    assert costs.ideal_ns(1000, halves) == 1060
+    assert costs.ideal_ns(1000, halves, slowdown=50) == 500 + 2 * 60 * 50
+    large = [Step(1.0, 3 * CHUNK_NBYTES)]  # in one piece where nobody decodes
+    assert costs.ideal_ns(0, large) == 3 * CHUNK_NBYTES + 10
+    assert costs.ideal_ns(0, large, slowdown=2) == 2 * (3 * CHUNK_NBYTES + 3 * 10)
+
+
+def test_where_entries_decode_it_moves_in_fewer_pieces() -> None:
+    plan, alone, busy = plan_of(1000, layers=32), chooser(), chooser()
+    fine = alone.choose(SOURCE, plan, AUTO, BOTH)
+    coarse = busy.choose(SOURCE, plan, AUTO, BOTH, slowdown=50)
+    assert fine.route == "streamed"
+    assert coarse.route == "whole" or coarse.group_layers > fine.group_layers
+
+
 def test_compute_is_taken_from_the_nearest_lengths() -> None:
-    costs = Costs(0, 0, 0, 0)
+    costs = Costs(0, 0, 0, 0, 0)
     assert costs.compute_ns(10) is None
     costs.prefills = [Prefilled(100, ns, True) for ns in (1000.0, 1200.0, 9000.0)]
     costs.prefills += [Prefilled(100, 5.0, False)] * 9  # streamed: writing may count in
@@ -114,10 +132,11 @@ def test_a_gain_that_drowns_in_the_prefill_is_not_worth_it() -> None:
 
 
 def test_dear_messages_make_large_groups() -> None:
-    plan = plan_of(8000, layers=32)
+    plan = plan_of(640, layers=32)
     cheap = chooser(announce_ns=1_000).choose(SOURCE, plan, AUTO, BOTH)
-    dear = chooser(announce_ns=2 * MS).choose(SOURCE, plan, AUTO, BOTH)
-    assert cheap.group_layers < dear.group_layers
+    dear = chooser(announce_ns=MS // 2).choose(SOURCE, plan, AUTO, BOTH)
+    assert cheap.route == "streamed"
+    assert dear.route == "whole" or cheap.group_layers < dear.group_layers
 
 
 def test_a_source_of_whole_results_and_an_empty_transfer_go_whole() -> None:
@@ -182,7 +201,7 @@ def test_predictions_come_to_what_is_measured(route: Route, prefill_chunk: int) 
     choose.prepare()
     options = RequestOptions(route=route, prefill_chunk=prefill_chunk, group_layers=2)
     for _ in range(60):
-        told = measured(plan, prefill_ms=40, tail_ms=15, in_the_way_ms=5, groups=4)
+        told = measured(plan, prefill_ms=40, tail_ms=10, groups=4)
         choose.learn(SOURCE, plan, options, told)
     costs = choose._costs[SOURCE]
     known_ns = costs.compute_ns(1000)

@@ -24,13 +24,12 @@ from headrace.version import VERSION
 
 LAYERS, HEADS, HEAD_DIM, ITEM = 32, 8, 128, 2
 POSITION_NBYTES = LAYERS * 2 * HEADS * HEAD_DIM * ITEM
-CHUNK_NBYTES = 8 << 20  # of an import; the owner's default
 SPAN_NBYTES = 4 << 20  # of the 2-copy form: what is written must still be in cache when it is read
 MAX_GROUP_LAYERS = LAYERS // 4  # so that writing and importing overlap at small sizes too
 FILL_TOKENS = 8
 
 SETTINGS = {
-    "headrace-1-copy": "the source wrote the slot; import in pieces of 8 MiB",
+    "headrace-1-copy": "the source wrote the slot; import in pieces as the owner cuts them",
     "headrace-2-copy": "private memory, slot, reservation; spans of up to 4 MiB, at least 4 groups",
 }
 
@@ -63,7 +62,7 @@ class Handoff:
             manifest = decoder_like(handle.manifest)
             self._kv_offset = slot_layout(manifest, self._num_tokens).kv_offset
             decoder = NullDecoder(manifest, context=self._num_tokens, lanes=1)
-            owner = DecoderOwner(decoder, context=self._num_tokens, chunk_nbytes=CHUNK_NBYTES)
+            owner = DecoderOwner(decoder, context=self._num_tokens)
             self._owner = owner
             owner.attach(handle)
         except BaseException:

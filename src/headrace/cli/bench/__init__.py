@@ -12,7 +12,6 @@ from headrace.cli.bench.message import message_command
 from headrace.cli.bench.peers import peers_command
 from headrace.cli.bench.plot import plot_command
 from headrace.cli.bench.scale import scale_command
-from headrace.cli.bench.slab import slab_command
 from headrace.cli.bench.ttft import ttft_command
 
 bench_app = App(name="bench", help="Measure the hand-off; rows go to --out as JSON lines.")
@@ -23,6 +22,5 @@ bench_app.command(message_command, name="message")
 bench_app.command(scale_command, name="scale")
 bench_app.command(peers_command, name="peers")
 bench_app.command(plot_command, name="plot")
-bench_app.command(slab_command, name="slab")
 bench_app.command(faults_command, name="faults")
 bench_app.command(imports_command, name="imports")
