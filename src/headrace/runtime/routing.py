@@ -164,9 +164,9 @@ class RouteChooser:
         """A request was published: `options` are those that it was granted with.
 
         Nothing is learned before somebody asks for `auto`, nor from a request with digests or
-        poison, which make its copies slower and no other's.
+        poison, which make its copies slower and no other's, nor from times that make no sense.
         """
-        if self._probed is None or not measured.import_ns or options.digest or options.poison:
+        if self._probed is None or options.digest or options.poison or not _is_sound(measured):
             return
         costs = self._costs_of(source)
         took_ns = measured.published_ns - measured.prefill_begun_ns - measured.decode_in_the_way_ns
@@ -322,6 +322,13 @@ def _steps(
 def _choice(taken: Candidate, reason: str) -> RouteChoice:
     text = travelling_text(f"{taken.name}: {reason}")[:MAX_CHOICE_TEXT]
     return RouteChoice(taken.route, taken.group_layers, taken.chunk, text)
+
+
+def _is_sound(measured: Measured) -> bool:
+    """Whether it holds an import, and times of a source whose clock is the owner's."""
+    begun_ns, final_ns = measured.prefill_begun_ns, measured.source_final_ns
+    in_order = measured.submitted_ns <= begun_ns <= final_ns <= measured.published_ns
+    return in_order and measured.import_ns > 0
 
 
 def _mean(running: float, newest: float) -> float:

@@ -248,7 +248,8 @@ class Shell:
         handle, options = self._handles[command.source], active.request.options
         if options.route == "auto":
             self._chooser.keep(self._handles)
-            emits = handle.manifest.emits
+            taken = self._decoder.manifest().emits
+            emits = [each for each in handle.manifest.emits if each in taken]
             slowdown = 1 / self._import_share if self._decoding else 1.0
             choose = partial(self._chooser.choose, command.source, plan, options, emits)
             active.routed(choose(slowdown=slowdown))
@@ -373,10 +374,10 @@ class Shell:
             return
         active.published(entry)
         self._sources.served(command.source)
-        measured = active.record.measured(active.the_plan.nbytes)
-        self._chooser.learn(command.source, active.the_plan, active.options, measured)
         _log.debug("published: %s", command.attempt)
         self._machine.published(command.attempt, time.monotonic_ns())
+        measured = active.record.measured(active.the_plan.nbytes)
+        self._chooser.learn(command.source, active.the_plan, active.options, measured)
         self._decoding.begin(active, command.token, logits)
 
     def _poison_left(self, active: Active) -> str:

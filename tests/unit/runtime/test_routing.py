@@ -181,6 +181,15 @@ def test_what_is_not_learned() -> None:
         choose.learn(SOURCE, plan, odd, measured(plan, prefill_ms=1))
     choose.learn(SOURCE, plan, RequestOptions(), measured(plan, prefill_ms=1, import_ms=0))
     assert not choose._costs
+    sound = measured(plan, prefill_ms=1)
+    for times in (
+        {"prefill_begun_ns": 2 * MS},
+        {"source_final_ns": 9 * MS},
+        {"prefill_begun_ns": 2**64 - 1},
+        {"submitted_ns": 1},
+    ):
+        choose.learn(SOURCE, plan, RequestOptions(), changed(sound, **times))
+    assert not choose._costs
     options = RequestOptions(route="chunked")
     for _ in range(KEPT_PREFILLS + 5):
         choose.learn(SOURCE, plan, options, measured(plan, prefill_ms=1))
