@@ -84,7 +84,7 @@ class Apart:
 class Books:
     """The holdings of one owner.
 
-    chunk_nbytes: what spans that are told from now on are cut into, as the limits say at first.
+    chunk_nbytes: what imports that are begun from now on are cut to, as the limits say at first.
     """
 
     def __init__(self, epoch: int, limits: Limits) -> None:

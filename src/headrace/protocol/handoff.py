@@ -204,9 +204,7 @@ class Handoff(Machine[HandoffState, HandoffEvent]):
         self._landed = Coverage(plan.windows, plan.num_tokens)
         self._step(HandoffEvent.LEASE)
 
-    def progress(
-        self, spans: Sequence[Span], digests: Sequence[int], chunk_nbytes: int, now_ns: int
-    ) -> None:
+    def progress(self, spans: Sequence[Span], digests: Sequence[int], now_ns: int) -> None:
         """The source told spans: all are checked, then all are queued for import.
 
         Raises:
@@ -223,8 +221,11 @@ class Handoff(Machine[HandoffState, HandoffEvent]):
         self._num_progress += 1
         plan = self._expect_plan()
         for at, span in enumerate(spans):
-            if plan.span_nbytes(span):  # a span without cells is legal and moves nothing
-                self._enqueue(span, digests[at] if digests else None, plan, chunk_nbytes)
+            nbytes = plan.span_nbytes(span)
+            if nbytes:  # a span without cells is legal and moves nothing
+                entry = SpanImport(span, digests[at] if digests else None, 1)
+                self._queue.append((entry, span, nbytes))
+                self._queued_nbytes += nbytes
                 self.last_progress_ns = now_ns
         self._step(HandoffEvent.PROGRESS)
 
@@ -258,12 +259,17 @@ class Handoff(Machine[HandoffState, HandoffEvent]):
         self._step(HandoffEvent.FINAL)
         self._settle()
 
-    def begin_import(self, import_id: ImportId) -> tuple[Span, int]:
-        """Take the next queued piece; returns it and its bytes."""
+    def begin_import(self, import_id: ImportId, chunk_nbytes: int) -> tuple[Span, int]:
+        """Take a piece of what is queued first, cut to `chunk_nbytes`; returns it and its bytes."""
         self._check(HandoffEvent.IMPORT_BEGIN)
         if not self._queue:
             raise LocalProtocolError(f"{self._name}: nothing is queued")
-        entry, piece, nbytes = self._queue.popleft()
+        entry, told, _ = self._queue.popleft()
+        plan = self._expect_plan()
+        pieces = [(piece, plan.span_nbytes(piece)) for piece in plan.cut(told, chunk_nbytes)]
+        (piece, nbytes), *rest = [each for each in pieces if each[1]]
+        entry.open_pieces += len(rest)
+        self._queue.extendleft((entry, *each) for each in reversed(rest))
         self._queued_nbytes -= nbytes
         self._flights[import_id] = Flight(entry, nbytes)
         self._step(HandoffEvent.IMPORT_BEGIN)
@@ -342,14 +348,6 @@ class Handoff(Machine[HandoffState, HandoffEvent]):
             self._step(HandoffEvent.SEAL)
         if self.state is HandoffState.DRAINING and not self._flights:
             self._step(HandoffEvent.QUIET)
-
-    def _enqueue(self, span: Span, digest: int | None, plan: Plan, chunk_nbytes: int) -> None:
-        pieces = [(piece, plan.span_nbytes(piece)) for piece in plan.cut(span, chunk_nbytes)]
-        pieces = [(piece, nbytes) for piece, nbytes in pieces if nbytes]
-        entry = SpanImport(span, digest, len(pieces))
-        for piece, nbytes in pieces:
-            self._queue.append((entry, piece, nbytes))
-            self._queued_nbytes += nbytes
 
     def _expect_plan(self) -> Plan:
         if self._plan is None:

@@ -271,7 +271,7 @@ class Owner(Grants):
             handoff = min(ready, key=lambda h: h.nearness)
             slot = self._slot_of(handoff)
             import_id = self._new_import(handoff, slot, now_ns)
-            piece, nbytes = handoff.begin_import(import_id)
+            piece, nbytes = handoff.begin_import(import_id, self.chunk_nbytes)
             slot.begin_read(import_id)
             begun += nbytes
             source = self._source_of(handoff)
@@ -316,7 +316,7 @@ class Owner(Grants):
         try:
             match message:
                 case Progress():
-                    handoff.progress(message.spans, message.digests, self.chunk_nbytes, now_ns)
+                    handoff.progress(message.spans, message.digests, now_ns)
                 case Computing():
                     handoff.computing(now_ns)
                 case SourceFinal():

@@ -80,11 +80,13 @@ hybrid: a span lands with its first piece
     entry.open_pieces == 0 => True
 digest: a digest is not checked
     entry.digest is not None => False
-[Handoff._enqueue]
+[Handoff.begin_import]
 hybrid: a piece of a span is not counted
-    SpanImport(span, digest, len(pieces)) => SpanImport(span, digest, 1)
+    entry.open_pieces += len(rest) => pass
 hybrid: pieces are not cut to the chunk
-    plan.cut(span, chunk_nbytes) => plan.cut(span, 1 << 40)
+    plan.cut(told, chunk_nbytes) => plan.cut(told, 1 << 40)
+hybrid: what is left of a span is lost
+    self._queue.extendleft((entry, *each) for each in reversed(rest)) => pass
 [Handoff.end]
 one: every end decides
     decided = self.outcome is None and outcome is not None => decided = outcome is not None

@@ -64,23 +64,23 @@ def streaming(*, digest: bool = False, kinds: Sequence[Kind] = FULL, n: int = N)
 def streaming_busy() -> Handoff:
     """One import runs, one is queued, one span was not told."""
     handoff = streaming()
-    handoff.progress([Span(0, 1, 0, N), Span(1, 2, 0, N)], [], BIG, 10)
-    handoff.begin_import(ImportId(0))
+    handoff.progress([Span(0, 1, 0, N), Span(1, 2, 0, N)], [], 10)
+    handoff.begin_import(ImportId(0), BIG)
     return handoff
 
 
 def sealed_busy() -> Handoff:
     """All was told; one import runs, one is queued."""
     handoff = streaming()
-    handoff.progress(HALVES, [], BIG, 10)
-    handoff.begin_import(ImportId(0))
+    handoff.progress(HALVES, [], 10)
+    handoff.begin_import(ImportId(0), BIG)
     handoff.source_final(None, 11)
     return handoff
 
 
 def sealed_landed() -> Handoff:
     handoff = sealed_busy()
-    handoff.begin_import(ImportId(1))
+    handoff.begin_import(ImportId(1), BIG)
     handoff.end_import(ImportId(1))
     handoff.end_import(ImportId(0))
     return handoff
@@ -134,10 +134,10 @@ MADE: dict[str, Callable[[], Handoff]] = {
 EVENTS: dict[str, Callable[[Handoff], object]] = {
     "reserve": lambda h: h.reserve(),
     "lease": lease,
-    "progress": lambda h: h.progress([Span(2, 3, 0, N)], [], BIG, 20),
+    "progress": lambda h: h.progress([Span(2, 3, 0, N)], [], 20),
     "computing": lambda h: h.computing(20),
     "final": lambda h: h.source_final(None, 20),
-    "begin": lambda h: h.begin_import(ImportId(7)),
+    "begin": lambda h: h.begin_import(ImportId(7), BIG),
     "check": lambda h: h.begin_digest_check(ImportId(8), SpanImport(WHOLE, 1, 0)),
     "end import": lambda h: h.end_import(ImportId(0)),
     "publish": lambda h: h.publish(),
@@ -214,7 +214,7 @@ def test_a_word_of_work_moves_the_progress_deadline_and_nothing_else() -> None:
 
 def test_no_work_is_told_of_after_the_final() -> None:
     handoff = parked()
-    handoff.progress([WHOLE], [], BIG, 10)
+    handoff.progress([WHOLE], [], 10)
     handoff.source_final(None, 11)
     before = trace_of(handoff)
     with pytest.raises(RemoteProtocolError, match="computing after the final"):
@@ -225,7 +225,7 @@ def test_no_work_is_told_of_after_the_final() -> None:
 def land(handoff: Handoff) -> None:
     """Begin and fence all that is queued."""
     while handoff.has_pieces:
-        handoff.begin_import(ImportId(100))
+        handoff.begin_import(ImportId(100), BIG)
         handoff.end_import(ImportId(100))
 
 
@@ -234,7 +234,7 @@ def land(handoff: Handoff) -> None:
 
 def test_it_is_published_when_every_cell_landed_and_the_final_is_there() -> None:
     handoff = streaming()
-    handoff.progress([WHOLE], [], BIG, 10)
+    handoff.progress([WHOLE], [], 10)
     land(handoff)
     assert not handoff.publishable
     handoff.source_final(None, 11)
@@ -245,7 +245,7 @@ def test_it_is_published_when_every_cell_landed_and_the_final_is_there() -> None
 
 def test_a_final_before_the_imports_seals_and_waits() -> None:
     handoff = streaming()
-    handoff.progress([WHOLE], [], BIG, 10)
+    handoff.progress([WHOLE], [], 10)
     handoff.source_final(3, 11)
     assert (handoff.state, handoff.publishable, handoff.token) == (S.SEALED, False, 3)
     land(handoff)
@@ -255,10 +255,10 @@ def test_a_final_before_the_imports_seals_and_waits() -> None:
 @pytest.mark.parametrize("without", ["import", "second import", "digest", "final"])
 def test_publishing_is_refused_while_a_condition_is_missing(without: str) -> None:
     handoff = streaming(digest=True)
-    handoff.progress(HALVES, [1, 2], BIG, 10)
+    handoff.progress(HALVES, [1, 2], 10)
     if without != "final":
         handoff.source_final(None, 11)
-    handoff.begin_import(ImportId(0))
+    handoff.begin_import(ImportId(0), BIG)
     entry = None
     if without != "import":
         entry = handoff.end_import(ImportId(0))
@@ -266,7 +266,7 @@ def test_publishing_is_refused_while_a_condition_is_missing(without: str) -> Non
         handoff.begin_digest_check(ImportId(1), entry)
         handoff.end_import(ImportId(1))
     if without in ("digest", "final"):
-        handoff.begin_import(ImportId(2))
+        handoff.begin_import(ImportId(2), BIG)
         entry = handoff.end_import(ImportId(2))
         assert entry is not None
         handoff.begin_digest_check(ImportId(3), entry)
@@ -280,9 +280,9 @@ def test_publishing_is_refused_while_a_condition_is_missing(without: str) -> Non
 
 def test_a_failed_import_never_lands_its_span() -> None:
     handoff = streaming()
-    handoff.progress([WHOLE], [], BIG, 10)
+    handoff.progress([WHOLE], [], 10)
     handoff.source_final(None, 11)
-    handoff.begin_import(ImportId(0))
+    handoff.begin_import(ImportId(0), BIG)
     assert handoff.end_import(ImportId(0), good=False) is None
     assert not handoff.publishable
     with pytest.raises(LocalProtocolError, match=r"final True, missing layers \[0, 1\)"):
@@ -291,13 +291,30 @@ def test_a_failed_import_never_lands_its_span() -> None:
 
 def test_one_of_two_pieces_does_not_land_the_span() -> None:
     handoff = streaming()
-    handoff.progress([WHOLE], [], 2 * N * ROW_NBYTES, 10)  # cut after two layers
+    handoff.progress([WHOLE], [], 10)
     handoff.source_final(None, 11)
-    assert handoff.begin_import(ImportId(0)) == (Span(0, 2, 0, N), 2 * N * ROW_NBYTES)
-    assert handoff.begin_import(ImportId(1)) == (Span(2, 3, 0, N), N * ROW_NBYTES)
+    chunk = 2 * N * ROW_NBYTES
+    assert handoff.begin_import(ImportId(0), chunk) == (Span(0, 2, 0, N), 2 * N * ROW_NBYTES)
+    assert handoff.begin_import(ImportId(1), BIG) == (Span(2, 3, 0, N), N * ROW_NBYTES)
     handoff.end_import(ImportId(1))
     assert (handoff.publishable, handoff.in_flight) == (False, 1)
     handoff.end_import(ImportId(0))
+    assert handoff.publishable
+
+
+def test_a_span_is_cut_when_its_import_begins_and_not_before() -> None:
+    """So that the pieces are those of the moment, if entries begin to decode meanwhile."""
+    handoff = streaming()
+    handoff.progress([WHOLE], [], 10)
+    layer = N * ROW_NBYTES
+    assert handoff.begin_import(ImportId(0), layer) == (Span(0, 1, 0, N), layer)
+    assert handoff.begin_import(ImportId(1), layer // N) == (Span(1, 2, 0, 1), layer // N)
+    assert handoff.begin_import(ImportId(2), BIG) == (Span(1, 2, 1, 2), layer // N)
+    handoff.source_final(None, 11)
+    for at in range(3):
+        handoff.end_import(ImportId(at))
+        assert not handoff.publishable
+    land(handoff)
     assert handoff.publishable
 
 
@@ -309,9 +326,9 @@ def test_a_transfer_set_without_cells_is_published_on_the_final_alone() -> None:
 
 def test_spans_without_cells_are_legal_and_queue_nothing() -> None:
     handoff = streaming(kinds=HYBRID, n=9)
-    handoff.progress([Span(3, 4, 0, 9), Span(0, 1, 0, 5)], [], BIG, 10)
+    handoff.progress([Span(3, 4, 0, 9), Span(0, 1, 0, 5)], [], 10)
     assert not handoff.has_pieces
-    handoff.progress([Span(0, 5, 0, 9)], [], BIG, 10)
+    handoff.progress([Span(0, 5, 0, 9)], [], 10)
     handoff.source_final(None, 11)
     land(handoff)
     assert handoff.publishable
@@ -321,10 +338,10 @@ def test_spans_without_cells_are_legal_and_queue_nothing() -> None:
 def test_the_pieces_of_a_span_are_its_cells_once_each_and_none_is_empty(chunk: int) -> None:
     handoff = streaming(kinds=HYBRID, n=9)
     plan = make_plan(9, *HYBRID)
-    handoff.progress([plan.whole()], [], chunk, 10)
+    handoff.progress([plan.whole()], [], 10)
     pieces: list[Span] = []
     while handoff.has_pieces:
-        piece, nbytes = handoff.begin_import(ImportId(len(pieces)))
+        piece, nbytes = handoff.begin_import(ImportId(len(pieces)), chunk)
         assert nbytes == plan.span_nbytes(piece) > 0
         pieces.append(piece)
     assert sorted(cells_of(plan, *pieces)) == sorted(cells_of(plan, plan.whole()))
@@ -346,7 +363,7 @@ def test_a_malformed_message_leaves_no_trace(spans: list[Span]) -> None:
     handoff = streaming()
     before = trace_of(handoff)
     with pytest.raises(RemoteProtocolError):
-        handoff.progress(spans, [], BIG, 10)
+        handoff.progress(spans, [], 10)
     assert trace_of(handoff) == before
 
 
@@ -354,7 +371,7 @@ def test_a_cell_told_by_an_earlier_message_is_refused() -> None:
     handoff = streaming_busy()
     before = trace_of(handoff)
     with pytest.raises(RemoteProtocolError, match="told before"):
-        handoff.progress([Span(2, 3, 0, N), Span(0, 1, 3, N)], [], BIG, 20)
+        handoff.progress([Span(2, 3, 0, N), Span(0, 1, 3, N)], [], 20)
     assert trace_of(handoff) == before
 
 
@@ -367,7 +384,7 @@ def test_a_final_with_cells_untold_is_refused() -> None:
 @pytest.mark.parametrize("make", [parked, streaming])
 def test_the_final_is_given_once_and_nothing_is_told_after_it(make: Callable[[], Handoff]) -> None:
     handoff = make()
-    handoff.progress([WHOLE], [], BIG, 10)
+    handoff.progress([WHOLE], [], 10)
     handoff.source_final(None, 11)
     before = trace_of(handoff)
     for event in ("final", "progress"):
@@ -379,11 +396,11 @@ def test_the_final_is_given_once_and_nothing_is_told_after_it(make: Callable[[],
 def test_cells_and_final_are_signs_of_life_and_spans_without_cells_are_none() -> None:
     handoff = Handoff(A, 9)
     lease(handoff, HYBRID)
-    handoff.progress([Span(3, 4, 0, 9), Span(0, 1, 0, 5)], [], BIG, 10)
+    handoff.progress([Span(3, 4, 0, 9), Span(0, 1, 0, 5)], [], 10)
     assert handoff.last_progress_ns == 5
-    handoff.progress([Span(3, 4, 0, 9), Span(1, 2, 0, 9), Span(3, 4, 0, 9)], [], BIG, 11)
+    handoff.progress([Span(3, 4, 0, 9), Span(1, 2, 0, 9), Span(3, 4, 0, 9)], [], 11)
     assert handoff.last_progress_ns == 11
-    handoff.progress([Span(0, 1, 5, 9), Span(2, 5, 0, 9)], [], BIG, 12)
+    handoff.progress([Span(0, 1, 5, 9), Span(2, 5, 0, 9)], [], 12)
     handoff.source_final(None, 13)
     assert handoff.last_progress_ns == 13
 
@@ -391,13 +408,13 @@ def test_cells_and_final_are_signs_of_life_and_spans_without_cells_are_none() ->
 def test_one_progress_message_more_than_the_bound_is_refused_and_leaves_no_trace() -> None:
     handoff = streaming(kinds=HYBRID, n=9)
     for _ in range(MAX_PROGRESS - 1):
-        handoff.progress([Span(3, 4, 0, 9)], [], BIG, 10)
+        handoff.progress([Span(3, 4, 0, 9)], [], 10)
     with pytest.raises(RemoteProtocolError, match="outside the model"):
-        handoff.progress([Span(3, 6, 0, 9)], [], BIG, 10)  # what is refused is not counted
-    handoff.progress([Span(0, 5, 0, 9)], [], BIG, 10)
+        handoff.progress([Span(3, 6, 0, 9)], [], 10)  # what is refused is not counted
+    handoff.progress([Span(0, 5, 0, 9)], [], 10)
     before = trace_of(handoff)
     with pytest.raises(RemoteProtocolError, match="more than 128 progress messages"):
-        handoff.progress([Span(3, 4, 0, 9)], [], BIG, 11)
+        handoff.progress([Span(3, 4, 0, 9)], [], 11)
     assert trace_of(handoff) == before
     handoff.source_final(None, 12)
 
@@ -410,20 +427,20 @@ def test_one_progress_message_more_than_the_bound_is_refused_and_leaves_no_trace
 def test_every_span_is_stamped_where_asked_for(asked: bool, count: int) -> None:
     handoff = streaming(digest=asked)
     if count == 2 or (count == 0 and not asked):
-        handoff.progress(HALVES, range(count), BIG, 10)
+        handoff.progress(HALVES, range(count), 10)
         return
     before = trace_of(handoff)
     with pytest.raises(RemoteProtocolError, match=f"2 spans, {count} digests"):
-        handoff.progress(HALVES, range(count), BIG, 10)
+        handoff.progress(HALVES, range(count), 10)
     assert trace_of(handoff) == before
 
 
 def test_a_stamped_span_lands_only_after_its_check() -> None:
     handoff = streaming(digest=True)
-    handoff.progress([WHOLE], [0xAB], 2 * N * ROW_NBYTES, 10)  # two pieces, one check
+    handoff.progress([WHOLE], [0xAB], 10)  # two pieces, one check
     handoff.source_final(None, 11)
     for at in (0, 1):
-        handoff.begin_import(ImportId(at))
+        handoff.begin_import(ImportId(at), 2 * N * ROW_NBYTES)
     assert handoff.end_import(ImportId(0)) is None
     entry = handoff.end_import(ImportId(1))
     assert entry is not None
@@ -438,8 +455,8 @@ def test_a_stamped_span_lands_only_after_its_check() -> None:
 
 def test_no_check_begins_while_draining() -> None:
     handoff = streaming(digest=True)
-    handoff.progress([WHOLE], [1], BIG, 10)
-    handoff.begin_import(ImportId(0))
+    handoff.progress([WHOLE], [1], 10)
+    handoff.begin_import(ImportId(0), BIG)
     handoff.end(Outcome.CANCELLED)
     assert handoff.end_import(ImportId(0)) is None
     assert handoff.state is S.ENDED
@@ -450,7 +467,7 @@ def test_no_check_begins_while_draining() -> None:
 
 def test_a_parked_hand_off_counts_and_keeps_what_it_is_told_and_imports_nothing() -> None:
     handoff = parked()
-    handoff.progress([WHOLE], [], BIG, 10)
+    handoff.progress([WHOLE], [], 10)
     handoff.source_final(7, 11)
     assert (handoff.state, handoff.has_pieces, handoff.has_storage) == (S.PARKED, False, False)
     handoff.reserve()
@@ -461,10 +478,10 @@ def test_a_parked_hand_off_counts_and_keeps_what_it_is_told_and_imports_nothing(
 
 def test_a_parked_hand_off_goes_on_live_once_it_has_storage() -> None:
     handoff = parked()
-    handoff.progress([HALVES[0]], [], BIG, 10)
+    handoff.progress([HALVES[0]], [], 10)
     handoff.reserve()
     assert handoff.state is S.STREAMING
-    handoff.progress([HALVES[1]], [], BIG, 12)
+    handoff.progress([HALVES[1]], [], 12)
     land(handoff)
     handoff.source_final(None, 13)
     assert handoff.publishable
@@ -533,12 +550,12 @@ def test_an_ended_hand_off_begins_nothing_that_was_queued() -> None:
     handoff.end(Outcome.CANCELLED)
     assert not handoff.has_pieces
     with pytest.raises(LocalProtocolError):
-        handoff.begin_import(ImportId(1))
+        handoff.begin_import(ImportId(1), BIG)
 
 
 def test_draining_ends_with_the_last_import() -> None:
     handoff = sealed_busy()
-    handoff.begin_import(ImportId(1))
+    handoff.begin_import(ImportId(1), BIG)
     handoff.end(Outcome.FAILED)
     handoff.end_import(ImportId(1))
     states = [handoff.state]
@@ -548,7 +565,7 @@ def test_draining_ends_with_the_last_import() -> None:
 
 def test_an_import_ends_once() -> None:
     handoff = streaming_busy()
-    handoff.begin_import(ImportId(1))
+    handoff.begin_import(ImportId(1), BIG)
     handoff.end_import(ImportId(0))
     with pytest.raises(LocalProtocolError, match="import 0 is not in flight"):
         handoff.end_import(ImportId(0))
@@ -556,10 +573,10 @@ def test_an_import_ends_once() -> None:
 
 def test_the_one_nearest_to_publishing_sorts_first() -> None:
     idle, busy, sealed = streaming(), streaming_busy(), sealed_busy()
-    busy.progress([Span(2, 3, 0, N)], [], BIG, 10)
+    busy.progress([Span(2, 3, 0, N)], [], 10)
     assert sorted([busy, sealed, idle], key=lambda h: h.nearness) == [sealed, idle, busy]
-    busy.begin_import(ImportId(1))
-    busy.begin_import(ImportId(2))
+    busy.begin_import(ImportId(1), BIG)
+    busy.begin_import(ImportId(2), BIG)
     assert busy.nearness == idle.nearness
 
 
@@ -567,4 +584,4 @@ def test_a_hand_off_without_a_lease_has_no_plan() -> None:
     handoff = parked()
     handoff._plan = None  # what no sequence of events leads to
     with pytest.raises(LocalProtocolError, match="no plan before a lease"):
-        handoff.progress([WHOLE], [], BIG, 10)
+        handoff.progress([WHOLE], [], 10)
