@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from headrace.errors import Refused
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 MAX_LAYERS: Final = 512  # so that a manifest with long names fits into one message
 MAX_POSITIONS: Final = 1 << 32
 MAX_EXTENT: Final = 1 << 24  # of one dimension of a part, of the vocabulary

@@ -291,7 +291,7 @@ class Interval(_Message, frozen=True, tag="interval"):
 class Events(_Message, frozen=True, tag="events"):
     """A batch of a request's intervals on one lane, sent before `Ended`.
 
-    One more of the owner's follows on `Ended` when the request's storage is free again.
+    More of the owner's follow on `Ended` until the request's storage is free; the last is empty.
     """
 
     label: Count

@@ -76,12 +76,13 @@ def run(
         options = replace(options, seed=secrets.randbits(32))
     config = _config(options, directory, longest, len(tokens))
     client = OwnerClient(config)
+    results: dict[AskedRoute, RouteResult] = {}
     try:
         _start(client, options)
-        results = _run_routes(client, options, tokens, codec)
-    except RequestFailed as exc:
-        if options.trace is not None:
-            _write_trace(options.trace, tokens, exc.results)
+        _run_routes(client, options, tokens, codec, results)
+    except (HeadraceError, KeyboardInterrupt):
+        if options.trace is not None and results:
+            _write_trace(options.trace, tokens, results)
         raise
     finally:
         client.close()
@@ -211,8 +212,13 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _run_routes(
-    client: OwnerClient, options: RunOptions, tokens: list[int], codec: TextCodec
-) -> dict[AskedRoute, RouteResult]:
+    client: OwnerClient,
+    options: RunOptions,
+    tokens: list[int],
+    codec: TextCodec,
+    results: dict[AskedRoute, RouteResult],
+) -> None:
+    """Fill `results` as they come, so that they are there if a later route fails."""
     compare = options.route == "compare"
     routes: tuple[AskedRoute, ...] = (
         ROUTES if compare else (options.route,)  # type: ignore[assignment]
@@ -235,17 +241,18 @@ def _run_routes(
     if compare:  # first use of the kernels and of the memory must not count for one route
         warm = replace(asked, max_tokens=min(2, asked.max_tokens), audit=False, trace=False)
         _one(client, warm, tokens[:WARM_UP_TOKENS], None)
-    results: dict[AskedRoute, RouteResult] = {}
     for route in routes:
         chunk = options.chunk or (CHUNKED_POSITIONS if route == "chunked" else 0)
         mine = replace(asked, route=route, chunk=chunk)
-        if compare:  # to the end, whatever --stop says: the rows compared are then the same
-            results[route] = _one(client, mine, tokens, None)
-            continue
-        show = Printer(codec, options.stop, echo=not options.json)
-        results[route] = _one(client, mine, tokens, show)
-        show.end()
-    return results
+        # A comparison goes on past a stop string: the rows compared are then the same.
+        show = None if compare else Printer(codec, options.stop, echo=not options.json)
+        try:
+            results[route] = _one(client, mine, tokens, show)
+        except RequestFailed as exc:
+            results[route] = exc.result
+            raise
+        if show is not None:
+            show.end()
 
 
 def _stop_tokens(options: RunOptions, codec: TextCodec) -> tuple[int, ...]:
@@ -276,7 +283,7 @@ class RequestFailed(HeadraceError):
 
     def __init__(self, route: AskedRoute, result: RouteResult) -> None:
         super().__init__(failure_text(route, result.ended))
-        self.results = {route: result}
+        self.result = result
 
 
 def _write_trace(path: Path, tokens: list[int], results: dict[AskedRoute, RouteResult]) -> None:

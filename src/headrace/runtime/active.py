@@ -43,6 +43,8 @@ class Active:
         self.poisoned: Fence | None = None  # of the poison in its storage, before any import
         self.poison_slot: SlotView | None = None  # what it is copied from, until it is fenced
         self.choice: RouteChoice | None = None
+        self.expected_ns = 0.0  # by whoever chose
+        self.alone = False  # whether it had the owner to itself when it was granted
         self.record = Record(self.request, self._submitted_ns)
 
     def retry(self, reason: str) -> None:
@@ -75,9 +77,10 @@ class Active:
         """The prompt as little-endian u32 ids."""
         return memoryview(self._prompt).cast("B")
 
-    def routed(self, choice: RouteChoice) -> None:
-        """What `auto` came to for this attempt."""
+    def routed(self, choice: RouteChoice, expected_ns: float) -> None:
+        """What `auto` came to for this attempt, and how long it is expected to take."""
         self.choice = self.request.choice = choice
+        self.expected_ns = expected_ns
 
     @property
     def options(self) -> RequestOptions:

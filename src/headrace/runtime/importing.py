@@ -19,7 +19,7 @@ BUDGET_NBYTES: Final = 64 << 20  # imported in one turn
 IDLE_CHUNK_NBYTES: Final = 32 << 20  # of one import: fewer of them add less to a tail,
 SHARED_CHUNK_NBYTES: Final = 8 << 20  # but where entries decode, each delays a token
 MAX_FLIGHTS: Final = 64  # imports begun and not fenced, on a device that copies by itself,
-MAX_FLIGHT_NBYTES: Final = 16 << 20  # and their bytes: what a cancelled lane waits for
+MAX_FLIGHT_NBYTES: Final = 16 << 20  # and their bytes, beyond which no piece is begun
 
 
 class InFlight(Protocol):
@@ -45,19 +45,16 @@ class Importing:
         self._machine = machine
         self._flights = flights
         self._share = ImportShare(share)
-        self._idle_chunk_nbytes = chunk_nbytes or IDLE_CHUNK_NBYTES
-        self._shared_chunk_nbytes = chunk_nbytes or SHARED_CHUNK_NBYTES
         self._budget_nbytes = budget_nbytes or BUDGET_NBYTES
-
-    def prepare(self, *, decoding: bool) -> None:
-        """Before a turn takes messages in: what the spans that they tell are cut into."""
-        shared = self._shared_chunk_nbytes
-        self._machine.chunk_nbytes = shared if decoding else self._idle_chunk_nbytes
+        self._idle_chunk_nbytes = chunk_nbytes or min(IDLE_CHUNK_NBYTES, self._budget_nbytes)
+        self._shared_chunk_nbytes = chunk_nbytes or min(SHARED_CHUNK_NBYTES, self._budget_nbytes)
 
     def begin(
         self, carry_out: Callable[[], None], is_interrupted: Callable[[], bool], *, decoding: bool
     ) -> None:
-        """Begin imports piece by piece, as far as a turn may."""
+        """Begin imports piece by piece, as far as a turn may; `decoding`: a step waits for them."""
+        shared, idle = self._shared_chunk_nbytes, self._idle_chunk_nbytes
+        self._machine.chunk_nbytes = shared if decoding else idle
         budget = self._budget_nbytes
         while budget > 0 and self._has_room() and (not decoding or self._share.may_begin):
             begun_ns = time.monotonic_ns()

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from headrace.ids import Span
 from headrace.messages import Interval, IntervalKind, Progress, SourceFinal
-
-_NAMED_SPANS = 4  # of a progress message, in an interval's name
+from headrace.telemetry.recording import LOCAL_GRANT as LOCAL_GRANT
+from headrace.telemetry.recording import REMOTE_GRANT as REMOTE_GRANT
+from headrace.telemetry.spans import name_of
 
 
 @dataclass(slots=True)
@@ -54,4 +55,4 @@ class Lanes:
 def _named(what: Span | tuple[Span, ...] | str) -> str:
     if isinstance(what, str | Span):
         return str(what)
-    return ", ".join(map(str, what[:_NAMED_SPANS]))
+    return name_of(what)

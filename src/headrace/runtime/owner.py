@@ -63,8 +63,8 @@ class DecoderOwner(Shell):
 
         `progress_timeout_s`: how long a running source may be silent. `drain_timeout_s`: how long
         one may keep a slot that is no longer wanted before it is ended, and how long an import may
-        take to be fenced. `chunk_nbytes`: what an import is cut into, by default 8 MiB if entries
-        decode when its cells are told, and 32 MiB if none does. `budget_nbytes`: imported in one
+        take to be fenced. `chunk_nbytes`: what an import is cut into, by default 8 MiB where
+        entries decode, and 32 MiB where none does. `budget_nbytes`: imported in one
         turn at most, by default 64 MiB; a caller that decodes by itself sets what its steps can
         spare. `import_share`: while entries decode here, the time that imports may take from the
         owner, as a share of decode time.
@@ -178,7 +178,9 @@ class DecoderOwner(Shell):
         self._check_open()
         if request.done:
             return
-        self._of_request[request.request].record.cancelled()
+        active = self._of_request.get(request.request)
+        if active is not None:
+            active.record.cancelled()
         decided = not self._machine.cancel(request.request, time.monotonic_ns())
         if decided and self._machine.state_of(request.request) is HandoffState.PUBLISHED:
             active = self._of_request[request.request]
@@ -206,7 +208,7 @@ class DecoderOwner(Shell):
         """
         self._check_open()
         with self._in_turn():
-            self._take_in(self._wait_s(timeout_s))
+            self._take_in(self._wait_s(timeout_s), step_follows=bool(self._decoding))
             self._importing.decode(self._decoding.step, decoding=bool(self._decoding))
             self._sources.run_local(self._take_in_meanwhile)
             self._sources.let_go()
@@ -372,9 +374,8 @@ class DecoderOwner(Shell):
         finally:
             self._turning = False
 
-    def _take_in(self, wait_s: float) -> None:
+    def _take_in(self, wait_s: float, *, step_follows: bool) -> None:
         """The part of a turn that computes nothing: what came, what is due, what can move."""
-        self._importing.prepare(decoding=bool(self._decoding))
         self._watch.take_in(wait_s)
         now_ns = time.monotonic_ns()
         due_ns = self._machine.next_deadline_ns()
@@ -384,12 +385,11 @@ class DecoderOwner(Shell):
         self._sources.tick(now_ns)
         self._run_commands()
         self._poll_fences()
-        decoding = bool(self._decoding)
-        self._importing.begin(self._run_commands, self._watch.is_ready, decoding=decoding)
+        self._importing.begin(self._run_commands, self._watch.is_ready, decoding=step_follows)
 
     def _take_in_meanwhile(self) -> None:
         """While the owner's own engine runs."""
-        self._take_in(0.0)
+        self._take_in(0.0, step_follows=False)
         self._act_each_turn()
 
     def _act_each_turn(self) -> None:

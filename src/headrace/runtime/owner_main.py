@@ -13,7 +13,7 @@ import socket
 import sys
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import TypeAlias
 
@@ -22,7 +22,7 @@ import msgspec
 from headrace.backends.base import Decoder, PrefillEngine
 from headrace.backends.load import check_name, open_decoder, prefill_engine_of
 from headrace.backends.null import decoder_like
-from headrace.channel import Channel
+from headrace.channel import MAX_MESSAGE_NBYTES, Channel
 from headrace.engine.capacity import MORE_MEMORY
 from headrace.errors import (
     BackendUnavailable,
@@ -66,6 +66,8 @@ _log = logging.getLogger("headrace.owner")
 
 RouterChannel: TypeAlias = Channel[FromOwner, ToOwner]
 
+EVENTS_HEAD_NBYTES = 64  # of a batch of intervals: its tag, its label, its lane, its length
+
 
 class OwnerProcess:
     """Serves a router's requests on one `DecoderOwner`."""
@@ -108,6 +110,7 @@ class OwnerProcess:
             if request.drained:
                 del self._draining[label]
                 self._tell_intervals(label, "owner", request.owner_intervals[told:])
+                self._outbox.append(Events(label, "owner", ()))  # no more follow
         self._flush()
 
     def _receive(self) -> None:
@@ -169,9 +172,8 @@ class OwnerProcess:
             )
         )
 
-    def _tell_intervals(self, label: int, lane: Lane, intervals: Sequence[Interval]) -> None:
-        for at in range(0, len(intervals), MAX_INTERVALS):
-            batch = tuple(intervals[at : at + MAX_INTERVALS])
+    def _tell_intervals(self, label: int, lane: Lane, intervals: Iterable[Interval]) -> None:
+        for batch in batches(intervals):
             self._outbox.append(Events(label, lane, batch))
 
     def _flush(self) -> None:
@@ -181,6 +183,21 @@ class OwnerProcess:
             except WouldBlock:
                 return
             self._outbox.popleft()
+
+
+def batches(intervals: Iterable[Interval]) -> Iterator[tuple[Interval, ...]]:
+    """The intervals in order, in batches of which each fits a message."""
+    batch: list[Interval] = []
+    left = room = MAX_MESSAGE_NBYTES - EVENTS_HEAD_NBYTES
+    for each in intervals:
+        nbytes = len(msgspec.msgpack.encode(each))
+        if batch and (nbytes > left or len(batch) == MAX_INTERVALS):
+            yield tuple(batch)
+            batch, left = [], room
+        batch.append(each)
+        left -= nbytes
+    if batch:
+        yield tuple(batch)
 
 
 def options_of(submit: Submit) -> RequestOptions:

@@ -35,7 +35,11 @@ class Probe(NamedTuple):
 
 
 def probe() -> Probe:
-    """Measure; takes about 0.1 s and 128 MiB. Raises: Refused when there is no memory for it."""
+    """Measure; takes about 0.1 s and 128 MiB.
+
+    Raises:
+        Refused, DeviceError: there is no memory for it. OSError: no sockets are left.
+    """
     return Probe(_copy_ns_per_byte(), statistics.median(_announce_ns() for _ in range(_ATTEMPTS)))
 
 

@@ -13,9 +13,11 @@ from headrace.ids import Span
 from headrace.messages import IntervalKind, Measured, Progress, SourceFinal
 from headrace.plan import Plan
 from headrace.protocol.books import AttemptMessage
+from headrace.runtime.lanes import LOCAL_GRANT, REMOTE_GRANT
 from headrace.runtime.requests import Request
 
-_KEPT_STEPS = 64  # of others' decode steps, the last ones before publishing
+_KEPT_STEPS = 64  # of others' decode steps, while the final may be under way
+_TRACED_STEPS = 1024  # of them in a trace before the final, and four times as many after it
 
 
 class Record:
@@ -38,6 +40,8 @@ class Record:
         self._num_spans = 0
         self.num_groups = 0
         self._steps: deque[tuple[int, int]] = deque(maxlen=_KEPT_STEPS)
+        self._in_the_way_ns = 0  # steps of others after the final
+        self._num_traced_steps = 0
         self.nbytes_imported = 0
         self._lanes = request.trace
         self._lanes.clear()
@@ -47,9 +51,9 @@ class Record:
         """Whether the entry is visible."""
         return bool(self._published_ns)
 
-    def granted(self) -> None:
-        """The prefill was granted to a source."""
-        self._instant("granted", "prefill")
+    def granted(self, *, local: bool) -> None:
+        """The prefill was granted to a source, or to the owner's own engine."""
+        self._instant("granted", LOCAL_GRANT if local else REMOTE_GRANT)
 
     def heard(self, message: AttemptMessage, plan: Plan | None) -> None:
         """The owner took in what the source told."""
@@ -66,6 +70,7 @@ class Record:
         elif isinstance(message, SourceFinal):
             self._prefill_begun_ns = message.begun_ns
             self._final_ns = message.ready_ns
+            self._in_the_way_ns = sum(self._after_final_ns(*step) for step in self._steps)
             if self._trace:
                 now_ns = time.monotonic_ns()
                 self._lanes.source.append((message, 0))
@@ -80,9 +85,14 @@ class Record:
         self._owner("import", piece, begun_ns, ended_ns, nbytes)
 
     def neighbour_decoded(self, begun_ns: int, ended_ns: int) -> None:
-        """The owner decoded for others; what of it stood in the way is known at publishing."""
-        if not self._published_ns:
-            self._steps.append((begun_ns, ended_ns))
+        """The owner decoded for others; what of it lies after the final stood in the way."""
+        if self._published_ns or self._ended_ns:
+            return
+        self._steps.append((begun_ns, ended_ns))
+        if self._final_ns:
+            self._in_the_way_ns += self._after_final_ns(begun_ns, ended_ns)
+        if self._num_traced_steps < _TRACED_STEPS * (4 if self._final_ns else 1):
+            self._num_traced_steps += 1
             self._owner("neighbour", "decode step of another", begun_ns, ended_ns)
 
     def publish(self) -> None:
@@ -112,7 +122,7 @@ class Record:
         self._owner("ended", name, self._ended_ns, self._ended_ns)
 
     def drained(self) -> None:
-        """What the request held is free again, or set apart."""
+        """The storage is free again, or set apart; its slot may still wait for its source."""
         if self._ended_ns:
             self._owner("drain", "storage", self._ended_ns, time.monotonic_ns())
 
@@ -134,11 +144,11 @@ class Record:
             groups=self.num_groups,
             imports=len(self._imports),
             import_ns=self._import_ns,
-            decode_in_the_way_ns=sum(
-                max(0, min(ended_ns, self._published_ns) - max(begun_ns, final_ns))
-                for begun_ns, ended_ns in self._steps
-            ),
+            decode_in_the_way_ns=self._in_the_way_ns,
         )
+
+    def _after_final_ns(self, begun_ns: int, ended_ns: int) -> int:
+        return max(0, ended_ns - max(begun_ns, self._final_ns))
 
     def _instant(self, kind: IntervalKind, name: str) -> None:
         if self._trace:

@@ -93,6 +93,9 @@ class RequestOptions:
                 raise Refused(
                     f"{name} is {value!r}; it is a count from {least} to {most}", field=name
                 )
+        if self.route == "auto" and (self.chunk or self.group_layers != 1):
+            field = "chunk" if self.chunk else "group_layers"
+            raise Refused(f"route auto sets {field} by itself; leave it out", field=field)
         if self.emission not in EMISSIONS:
             raise Refused(
                 f"emission {self.emission!r} is not one of {', '.join(EMISSIONS)}",

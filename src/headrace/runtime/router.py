@@ -76,7 +76,8 @@ class OwnerClient:
         self._num_ended = 0
         self.tuning: Tuning | None = None  # what the probe found, if it was asked for
         self._traced: set[int] = set()
-        self._inbox: dict[int, deque[FromOwner]] = {}  # ends with each request's `Ended`
+        self._inbox: dict[int, deque[FromOwner]] = {}  # of requests whose result was not taken
+        self._put_off: HeadraceError | None = None  # met where a result was at hand already
 
     def start(self) -> Up:
         """Spawn the owner and wait until it and its source can serve.
@@ -143,6 +144,7 @@ class OwnerClient:
             self._send(message, [fd])
         finally:
             os.close(fd)
+        self._inbox[label] = deque()
         if options.trace:
             self._traced.add(label)
         return label
@@ -160,7 +162,8 @@ class OwnerClient:
     ) -> RouteResult:
         """Wait for a request's end; `on_token` returns True to stop it there.
 
-        `within_s`: for a request that was withdrawn, whose end is up to its owner alone.
+        `within_s`: for a request that was withdrawn, whose end is up to its owner alone. A trace
+        lacks what did not come in time, or before the owner was gone.
 
         Raises:
             OwnerFailed: it did not come in time; `close` then ends that owner without grace.
@@ -179,22 +182,32 @@ class OwnerClient:
             elif isinstance(message, Events):
                 lanes[message.lane] += message.intervals
             elif isinstance(message, Ended):
-                if label in self._traced:
-                    lanes["owner"] += self._drain_of(label)
+                traced = label in self._traced and not message.mistake
+                self._traced.discard(label)
+                if traced:
+                    lanes["owner"] += self._drain_of(label, give_up_s)
                 del self._inbox[label]
                 return RouteResult(tokens, message, lanes["source"], lanes["owner"])
 
-    def _drain_of(self, label: int) -> Sequence[Interval]:
-        """What a traced request's owner tells when its storage is free, if that is soon."""
-        self._traced.discard(label)
-        inbox, give_up_s = self._inbox[label], time.monotonic() + DRAIN_WITHIN_S
-        while not inbox:
-            message = self._receive(give_up_s)
-            if message is None:
-                return ()
-            self._keep(message)
-        last = inbox.popleft()
-        return last.intervals if isinstance(last, Events) else ()
+    def _drain_of(self, label: int, give_up_s: float | None) -> list[Interval]:
+        """What a traced request's owner tells until its storage is free, if that is soon."""
+        soon_s = time.monotonic() + DRAIN_WITHIN_S
+        give_up_s = soon_s if give_up_s is None else min(soon_s, give_up_s)
+        inbox, told = self._inbox[label], list[Interval]()
+        try:
+            while True:
+                while not inbox:
+                    message = self._receive(give_up_s)
+                    if message is None:
+                        return told
+                    self._keep(message)
+                last = inbox.popleft()
+                if not isinstance(last, Events) or not last.intervals:
+                    return told
+                told += last.intervals
+        except HeadraceError as exc:  # the request is over all the same; the next call hears of it
+            self._put_off = exc
+            return told
 
     def inspect(self) -> Inspected:
         """What the owner holds: counts, what is quarantined, each lane and slot as a line.
@@ -266,9 +279,11 @@ class OwnerClient:
             self._keep(message)
 
     def _keep(self, message: FromOwner) -> None:
+        """Keep what is of a request, unless its result was taken: a drain may outlast it."""
         if isinstance(message, Token | Events | Ended):
-            self._inbox.setdefault(message.label, deque()).append(message)
             self._num_ended += isinstance(message, Ended)
+            if message.label in self._inbox:
+                self._inbox[message.label].append(message)
 
     def _next(self, give_up_s: float | None = None) -> FromOwner:
         message = self._receive(give_up_s)
@@ -281,6 +296,9 @@ class OwnerClient:
         """The next message; None if there is none until then."""
         if self._channel is None or self._child is None:
             raise PeerDied("the owner was not started")
+        if self._put_off is not None:
+            error, self._put_off = self._put_off, None
+            raise error
         while True:
             try:
                 message, _ = self._channel.receive()

@@ -42,8 +42,10 @@ from headrace.protocol.commands import (
 from headrace.protocol.owner import Owner
 from headrace.runtime.active import Active, pass_on, reason_of
 from headrace.runtime.checks import grant
+from headrace.runtime.costs import Sample
 from headrace.runtime.decoding import Decoding
 from headrace.runtime.digest import crc32
+from headrace.runtime.local import LocalSource
 from headrace.runtime.poison import PoisonMemory, fill, kv_range, poison_in
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.routing import RouteChooser
@@ -245,14 +247,17 @@ class Shell:
         active = self._active[command.attempt]
         plan = self._sources.plans[command.source](active.request.num_tokens)
         active.plan = plan
+        active.alone = len(self._active) == 1 and active.held is not None
         handle, options = self._handles[command.source], active.request.options
         if options.route == "auto":
             self._chooser.keep(self._handles)
             taken = self._decoder.manifest().emits
             emits = [each for each in handle.manifest.emits if each in taken]
-            slowdown = 1 / self._import_share if self._decoding else 1.0
+            copies_itself = self._decoder.caps.device_events  # and spends no time of the owner's
+            shared = bool(self._decoding) and not copies_itself
+            slowdown = 1 / self._import_share if shared else 1.0
             choose = partial(self._chooser.choose, command.source, plan, options, emits)
-            active.routed(choose(slowdown=slowdown))
+            active.routed(*choose(slowdown=slowdown))
         slot = handle.slot(command.slot)
         prompt = active.prompt_bytes()
         slot[plan.slot.prompt_offset : plan.slot.prompt_offset + len(prompt)] = prompt
@@ -262,7 +267,7 @@ class Shell:
             fill(slot[begin:end])
         _log.debug("prefill granted: %s, slot %d", command.attempt, command.slot)
         identity = command.attempt, command.slot, command.generation
-        active.record.granted()
+        active.record.granted(local=isinstance(handle, LocalSource))
         self._send(command.source, grant(*identity, plan.num_tokens, options))
 
     def _send(self, source: SourceId, message: Prefill | Cancel) -> None:
@@ -376,9 +381,15 @@ class Shell:
         self._sources.served(command.source)
         _log.debug("published: %s", command.attempt)
         self._machine.published(command.attempt, time.monotonic_ns())
-        measured = active.record.measured(active.the_plan.nbytes)
-        self._chooser.learn(command.source, active.the_plan, active.options, measured)
+        self._learn(command.source, active)
         self._decoding.begin(active, command.token, logits)
+
+    def _learn(self, source: SourceId, active: Active) -> None:
+        plan = active.the_plan
+        measured = active.record.measured(plan.nbytes)
+        alone = active.alone and len(self._active) == 1
+        sample = Sample(plan, active.options, measured, active.expected_ns, alone)
+        self._chooser.learn(source, sample)
 
     def _poison_left(self, active: Active) -> str:
         found: list[str] = []

@@ -6,8 +6,7 @@ arrow's end only on a slice, so messages are slices of 1 us in lanes of their ow
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any, Final, TypeAlias
 
@@ -17,14 +16,14 @@ from headrace.ids import Span
 from headrace.messages import Interval, IntervalKind
 from headrace.telemetry.clocks import Aligned, align, pairs
 from headrace.telemetry.recording import Recording
-from headrace.telemetry.report import report_of
+from headrace.telemetry.report import computes_too, report_of
+from headrace.telemetry.spans import spans_of
 from headrace.telemetry.words import as_object
 
 Event: TypeAlias = dict[str, Any]
 
 MESSAGE_US: Final = 1.0
 
-_SPAN = re.compile(r"layers \[(\d+), (\d+)\) x positions \[(\d+), (\d+)\)")
 _MESSAGES: Final[tuple[IntervalKind, ...]] = ("announced", "final", "validated")
 _LANES: Final[tuple[tuple[str, tuple[IntervalKind, ...]], ...]] = (
     ("source", ("compute", "write")),
@@ -77,7 +76,8 @@ def tracks(intervals: Iterable[Interval]) -> list[list[Interval]]:
 
 
 def _events(pid: int, run: Aligned, ids: Iterator[int]) -> Iterator[Event]:
-    yield _meta(pid, 0, "process_name", run.run.name)
+    named = f"{run.run.name} (one thread)" if run.is_local else run.run.name
+    yield _meta(pid, 0, "process_name", named)
     places: dict[int, int] = {}  # an interval's identity -> its thread
     numbers = count(1)
     for lane, kinds in _LANES:
@@ -87,7 +87,7 @@ def _events(pid: int, run: Aligned, ids: Iterator[int]) -> Iterator[Event]:
             yield {**_meta(pid, tid, "thread_sort_index", ""), "args": {"sort_index": tid}}
             for each in row:
                 places[id(each)] = tid
-                yield _slice(pid, tid, each)
+                yield _slice(pid, tid, each, _called(run, each))
     yield from _instants(pid, run)
     yield from _arrows(pid, run, places, ids)
     yield from _counters(pid, run)
@@ -97,7 +97,13 @@ def _meta(pid: int, tid: int, name: str, value: str) -> Event:
     return {"ph": "M", "pid": pid, "tid": tid, "name": name, "args": {"name": value}}
 
 
-def _slice(pid: int, tid: int, interval: Interval) -> Event:
+def _called(run: Aligned, interval: Interval) -> str:
+    return (
+        f"{'compute and write' if computes_too(run, interval) else interval.kind} {interval.name}"
+    )
+
+
+def _slice(pid: int, tid: int, interval: Interval, name: str) -> Event:
     instant = interval.kind in _MESSAGES
     dur = MESSAGE_US if instant else max(0, interval.ended_ns - interval.begun_ns) / 1e3
     return {
@@ -105,7 +111,7 @@ def _slice(pid: int, tid: int, interval: Interval) -> Event:
         "pid": pid,
         "tid": tid,
         "cat": interval.kind,
-        "name": f"{interval.kind} {interval.name}",
+        "name": name,
         "ts": interval.begun_ns / 1e3,
         "dur": dur,
         "args": {"bytes": interval.nbytes, "clock": interval.clock, "instant": instant},
@@ -128,10 +134,10 @@ def _instants(pid: int, run: Aligned) -> Iterator[Event]:
 
 def _arrows(pid: int, run: Aligned, places: dict[int, int], ids: Iterator[int]) -> Iterator[Event]:
     """From each message's sending to its validation, and from there to the imports of its spans."""
-    imports = [(each, _spans(each.name)) for each in run.of("import")]
+    imports = [(each, spans_of(each.name)) for each in run.of("import")]
     for sent, heard in pairs(run.source, run.owner):
         yield from _arrow(pid, next(ids), (sent, heard), places)
-        told = _spans(heard.name)
+        told = spans_of(heard.name)
         for each, pieces in imports:
             if pieces and any(_within(pieces[0], span) for span in told):
                 yield from _arrow(pid, next(ids), (heard, each), places)
@@ -155,11 +161,6 @@ def _counters(pid: int, run: Aligned) -> Iterator[Event]:
             total += nbytes
             event = {"ph": "C", "pid": pid, "cat": "bytes", "name": name, "ts": at_ns / 1e3}
             yield {**event, "args": {"bytes": total}}
-
-
-def _spans(name: str) -> Sequence[Span]:
-    """The spans that an interval's name tells; the later ones of a long message are not in it."""
-    return [Span(*map(int, match.groups())) for match in _SPAN.finditer(name)]
 
 
 def _within(piece: Span, span: Span) -> bool:

@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 from msgspec.structs import replace
 
 from headrace.messages import Interval, IntervalKind
-from headrace.telemetry.recording import Run
+from headrace.telemetry.recording import LOCAL_GRANT, Run
 from headrace.telemetry.times import Stretch
 
 Verdict: TypeAlias = Literal["one", "shifted", "contradictory", "unchecked"]
@@ -56,6 +56,11 @@ class Aligned:
     def of(self, *kinds: IntervalKind) -> list[Interval]:
         """The intervals of these kinds, the source's first."""
         return [each for each in (*self.source, *self.owner) if each.kind in kinds]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the owner computed it by itself: one thread, in which nothing runs beside it."""
+        return any(each.name == LOCAL_GRANT for each in self.of("granted"))
 
     @property
     def begun_ns(self) -> int | None:

@@ -15,6 +15,7 @@ from typing import Final
 from headrace.messages import Interval, IntervalKind
 from headrace.telemetry.chrome import tracks
 from headrace.telemetry.clocks import Aligned, pairs
+from headrace.telemetry.report import computes_too
 from headrace.telemetry.tail import LABELS, Piece, pieces
 from headrace.telemetry.times import Stretch
 
@@ -33,8 +34,10 @@ MARKS: Final[dict[IntervalKind, str]] = {
     "ended": "ended",
 }
 
+_BOTH: Final = "computes + writes"
 _ROWS: Final[tuple[tuple[str, tuple[IntervalKind, ...]], ...]] = (
     ("source computes", ("compute",)),
+    (_BOTH, ("write",)),
     ("source writes", ("write",)),
     ("messages", ("announced", "validated")),
     ("owner imports", ("import",)),
@@ -86,11 +89,15 @@ def rows_of(run: Aligned) -> list[Row]:
     """The rows that a run needs, from the top down; bars that overlap have rows of their own."""
     found: list[Row] = []
     top_px = 0
+    always = set(_ALWAYS)
+    if any(computes_too(run, each) for each in run.of("write")):
+        always.remove("source writes")
     for label, kinds in _ROWS:
         if label == "messages":
             lanes = [run.of(*kinds)]
         else:
-            lanes = tracks(run.of(*kinds)) or ([[]] if label in _ALWAYS else [])
+            bars_of = [each for each in run.of(*kinds) if _belongs(run, label, each)]
+            lanes = tracks(bars_of) or ([[]] if label in always else [])
         height_px = MESSAGES_PX if label == "messages" else ROW_PX
         for number, bars in enumerate(lanes):
             found.append(Row("" if number else label, top_px, height_px, tuple(bars)))
@@ -98,6 +105,11 @@ def rows_of(run: Aligned) -> list[Row]:
     if run.tail is not None:
         found.append(Row("the tail", top_px, ROW_PX, ()))
     return found
+
+
+def _belongs(run: Aligned, label: str, each: Interval) -> bool:
+    """Writes are in a row of their own only where a source wrote and did nothing else."""
+    return each.kind != "write" or computes_too(run, each) == (label == _BOTH)
 
 
 def draw_lanes(run: Aligned, frame: Frame) -> str:
@@ -127,7 +139,7 @@ def _shapes(run: Aligned, frame: Frame, rows: Iterable[Row], height_px: int) -> 
         elif row.label == "the tail":
             yield from _pieces(frame, row, pieces(run))
         else:
-            yield from _bars(frame, row)
+            yield from _bars(run, frame, row)
     for each in run.of(*MARKS):
         if frame.meets(each.begun_ns, each.begun_ns):
             x = frame.x(each.begun_ns)
@@ -135,12 +147,14 @@ def _shapes(run: Aligned, frame: Frame, rows: Iterable[Row], height_px: int) -> 
             yield _line(f"mark {each.kind}", (x, 0), (x, height_px), says)
 
 
-def _bars(frame: Frame, row: Row) -> Iterator[str]:
+def _bars(run: Aligned, frame: Frame, row: Row) -> Iterator[str]:
     for number, each in enumerate(row.bars):
         if frame.meets(each.begun_ns, each.ended_ns):
-            name = f"{each.kind} odd" if number % 2 else each.kind
+            both = computes_too(run, each)
+            name = ("write both" if both else each.kind) + " odd" * (number % 2)
             stretch = each.begun_ns, max(each.begun_ns, each.ended_ns)
-            yield _rect(name, frame, stretch, row.top_px, BAR_PX, _title(each, frame))
+            says = _title(each, frame, "compute and write" if both else each.kind)
+            yield _rect(name, frame, stretch, row.top_px, BAR_PX, says)
 
 
 def _messages(run: Aligned, frame: Frame, row: Row) -> Iterator[str]:
@@ -155,7 +169,7 @@ def _messages(run: Aligned, frame: Frame, row: Row) -> Iterator[str]:
         if frame.meets(each.begun_ns, each.begun_ns):
             x = frame.x(each.begun_ns)
             y = top if each.kind == "announced" else bottom - 4
-            yield _line(each.kind, (x, y), (x, y + 4), _title(each, frame))
+            yield _line(each.kind, (x, y), (x, y + 4), _title(each, frame, each.kind))
 
 
 def _pieces(frame: Frame, row: Row, found: Iterable[Piece]) -> Iterator[str]:
@@ -166,12 +180,12 @@ def _pieces(frame: Frame, row: Row, found: Iterable[Piece]) -> Iterator[str]:
             yield _rect(f"part {part}", frame, stretch, row.top_px, BAR_PX, says)
 
 
-def _title(each: Interval, frame: Frame) -> str:
+def _title(each: Interval, frame: Frame, what: str) -> str:
     took = max(0, each.ended_ns - each.begun_ns)
     lasting = f", {_ms(took)}" if took else ""
     moved = f", {each.nbytes} bytes" if each.nbytes else ""
     begun = frame.clock(each.begun_ns)
-    return f"{each.kind} {each.name}: at {begun}{lasting}{moved} ({each.clock} clock)"
+    return f"{what} {each.name}: at {begun}{lasting}{moved} ({each.clock} clock)"
 
 
 def _rect(name: str, frame: Frame, stretch: Stretch, top: int, height: int, says: str) -> str:

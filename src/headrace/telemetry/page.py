@@ -9,7 +9,7 @@ from headrace.messages import IntervalKind
 from headrace.telemetry.clocks import Aligned, align
 from headrace.telemetry.drawing import MARKS, Frame, draw_lanes, escape
 from headrace.telemetry.recording import Recording
-from headrace.telemetry.report import Report, report_of
+from headrace.telemetry.report import Report, computes_too, report_of
 from headrace.telemetry.style import STYLE
 from headrace.telemetry.tail import LABELS, PARTS
 from headrace.telemetry.words import figures, parts, title
@@ -18,7 +18,7 @@ LONG_AFTER: Final = 1.3  # what follows the first token may stretch a drawing by
 
 _BARS: Final[dict[IntervalKind, str]] = {
     "compute": "the source computes a layer group",
-    "write": "the source writes it into the slot",
+    "write": "it writes the group into the slot",
     "import": "the owner imports a piece",
     "neighbour": "the owner decodes a step of others",
     "decode": "its own first decode step",
@@ -86,11 +86,7 @@ def _frame(begun_ns: int, ended_ns: int, origin_ns: int) -> Frame:
 
 
 def _legend(run: Aligned) -> str:
-    items = [
-        f'<li><i class="{kind}"></i>{escape(word)}</li>'
-        for kind, word in _BARS.items()
-        if run.of(kind)
-    ]
+    items = [f'<li><i class="{kind}"></i>{escape(word)}</li>' for kind, word in _bars(run)]
     if run.tail is not None:
         items.append('<li><i class="tail"></i>the transfer tail, and what it was made of:</li>')
         items += [f'<li><i class="part {part}"></i>{escape(LABELS[part])}</li>' for part in PARTS]
@@ -101,6 +97,16 @@ def _legend(run: Aligned) -> str:
             at = "" if origin_ns is None else f" at {(at_ns - origin_ns) / 1e6:.3f} ms"
             items.append(f'<li><i class="mark {kind}"></i>{escape(word)}{at}</li>')
     return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _bars(run: Aligned) -> Iterator[tuple[str, str]]:
+    """The colours of a run's bars, by their class."""
+    both = {computes_too(run, each) for each in run.of("write")}
+    for kind, word in _BARS.items():
+        if kind == "write" and True in both:
+            yield "write both", "it computes and writes a group of several layers, in turn"
+        if run.of(kind) and (kind != "write" or False in both):
+            yield kind, word
 
 
 def _figures(report: Report) -> str:

@@ -34,6 +34,10 @@ OWNER_KINDS: Final[tuple[IntervalKind, ...]] = (
     "drain",
 )
 
+LOCAL_GRANT: Final = "prefill by the owner itself"
+REMOTE_GRANT: Final = "prefill"
+"""What a `granted` interval is called: by its name, a reader tells who computed the attempt."""
+
 Stamp: TypeAlias = dict[str, str | int | float]
 
 _HOW = "record one with: headrace run --trace FILE.json"

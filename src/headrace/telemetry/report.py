@@ -8,6 +8,7 @@ from typing import Final, Literal, TypeAlias
 
 from headrace.messages import Interval
 from headrace.telemetry.clocks import Aligned, ClockCheck
+from headrace.telemetry.spans import of_one_layer
 from headrace.telemetry.tail import PARTS, Part, length_of, pieces
 from headrace.telemetry.times import length_ns, overlap, union_of
 
@@ -24,11 +25,15 @@ the next: a share of a T below this would be a share of noise.
 class Report:
     """The figures of one run: ns, bytes, shares of 1; None where there is no such figure.
 
+    local: the owner computed it by itself, in one thread: nothing overlaps and nothing is hidden.
     evidence: the clock of the overlap; `device` only if all that the source computed and all that
-    was imported was read from devices. early_nbytes: imported before the prefill ended. alone_ns:
-    T, the time that the same import takes alone, and where it is from. bound: the share of all
-    bytes but those of the last layer group. parts_ns: the tail, part by part; they add up to it.
-    cancel_ns: from the grant to the cancel. drain_ns: from the terminal until the storage was free.
+    was imported was read from devices. compute_ns, write_ns: what the source told; both_ns: where
+    it computed and wrote in turn, see `computes_too`. early_nbytes: imported before the prefill
+    ended. alone_ns: T, the time that the same import takes alone, and where it is from. bound: the
+    share of all bytes but those of the last layer group. saved_ns: how much sooner the first token
+    was there than on the whole route, whose tail is whole_tail_ns. parts_ns: the tail, part by
+    part; they add up to it. cancel_ns: from the grant to the cancel. drain_ns: from the terminal
+    until the storage was free.
     """
 
     name: str
@@ -39,9 +44,13 @@ class Report:
     reason: str
     clock: ClockCheck
     published: bool
+    local: bool
     evidence: Evidence
     overlap_ns: int | None
     prefill_ns: int | None
+    compute_ns: int
+    write_ns: int
+    both_ns: int
     kv_nbytes: int
     imported_nbytes: int
     early_nbytes: int | None
@@ -51,6 +60,8 @@ class Report:
     alone: Alone | None
     hidden_share: float | None
     bound: float | None
+    saved_ns: int | None
+    whole_tail_ns: int | None
     parts_ns: dict[Part, int]
     cancel_ns: int | None
     drain_ns: int | None
@@ -59,7 +70,10 @@ class Report:
 def report_of(run: Aligned, among: Iterable[Aligned] = ()) -> Report:
     """The figures of `run`; `among`: the runs of its file, for one that tells T."""
     tail_ns = _length_of(run.tail)
-    alone_ns, alone = _alone(run, among)
+    whole = _whole(run, among)
+    alone_ns, alone = _alone(run, whole)
+    both = [each for each in run.of("write") if computes_too(run, each)]
+    write = [each for each in run.of("write") if not computes_too(run, each)]
     return Report(
         name=run.run.name,
         route=run.run.route,
@@ -69,9 +83,13 @@ def report_of(run: Aligned, among: Iterable[Aligned] = ()) -> Report:
         reason=run.run.reason,
         clock=run.clock,
         published=run.published_ns is not None,
+        local=run.is_local,
         evidence=evidence(run),
-        overlap_ns=overlap_ns(run) if run.clock.comparable else None,
+        overlap_ns=overlap_ns(run) if run.clock.comparable and not run.is_local else None,
         prefill_ns=_between(run.begun_ns, run.final_ns),
+        compute_ns=length_ns(union_of(run.of("compute"))),
+        write_ns=length_ns(union_of(write)),
+        both_ns=length_ns(union_of(both)),
         kv_nbytes=_kv_nbytes(run),
         imported_nbytes=_nbytes(run.of("import")),
         early_nbytes=_early_nbytes(run),
@@ -81,6 +99,8 @@ def report_of(run: Aligned, among: Iterable[Aligned] = ()) -> Report:
         alone=alone,
         hidden_share=_hidden_share(tail_ns, alone_ns),
         bound=_bound(run),
+        saved_ns=None if whole is None else _saved_ns(run, whole),
+        whole_tail_ns=None if whole is None else _length_of(whole.tail),
         parts_ns=_parts_ns(run),
         cancel_ns=_between(_first_ns(run.of("granted")), _first_ns(run.of("cancel"))),
         drain_ns=_drain_ns(run),
@@ -104,19 +124,52 @@ def overlap_ns(run: Aligned) -> int:
     return length_ns(overlap(union_of(source), union_of(run.of("import"))))
 
 
-def _alone(run: Aligned, among: Iterable[Aligned]) -> tuple[int | None, Alone | None]:
-    """T: the tail of a whole-route run of the same prompt in which nobody else decoded, or the
-    time of the run's own imports, one by one.
+def computes_too(run: Aligned, interval: Interval) -> bool:
+    """Whether what is told as a write holds computing as well.
+
+    A source begins to write a message with the first cells of it. If cells of a later layer are in
+    it too, that layer may be computed after them, unless the prefill had ended before.
     """
+    if interval.kind != "write" or of_one_layer(interval.name):
+        return False
+    return run.final_ns is None or interval.begun_ns < run.final_ns
+
+
+def _whole(run: Aligned, among: Iterable[Aligned]) -> Aligned | None:
+    """A whole-route run of the same prompt between two processes, in which nobody else decoded."""
     for other in among:
         same = other.run.prompt == run.run.prompt and _kv_nbytes(other) == _kv_nbytes(run)
-        undisturbed = length_of("neighbours", pieces(other)) == 0
+        undisturbed = length_of("neighbours", pieces(other)) == 0 and not other.is_local
         if other.run.route == "whole" and same and undisturbed and other.tail is not None:
-            return _length_of(other.tail), "whole-route run"
+            return other
+    return None
+
+
+def _alone(run: Aligned, whole: Aligned | None) -> tuple[int | None, Alone | None]:
+    """T: the time in which any of the imports of `whole` was in flight, or any of the run's own.
+
+    The tail of a whole-route run is more: its source may write all cells in it. A route that moves
+    this writing into the prefill does not hide it.
+    """
+    if run.is_local:
+        return None, None
+    if whole is not None and whole.of("import"):
+        return length_ns(union_of(whole.of("import"))), "whole-route run"
     imports = run.of("import")
     if run.published_ns is None or not imports:
         return None, None
-    return sum(max(0, each.ended_ns - each.begun_ns) for each in imports), "own imports"
+    return length_ns(union_of(imports)), "own imports"
+
+
+def _saved_ns(run: Aligned, whole: Aligned) -> int | None:
+    """How much sooner than on the whole route the first token was there, from each submission."""
+    ours, theirs = run.run.measured, whole.run.measured
+    if run.run.route == "whole" or ours is None or theirs is None:
+        return None
+    if not ours.first_token_ns or not theirs.first_token_ns:
+        return None
+    ttft_ns = ours.first_token_ns - ours.submitted_ns
+    return theirs.first_token_ns - theirs.submitted_ns - ttft_ns
 
 
 def _hidden_share(tail_ns: int | None, alone_ns: int | None) -> float | None:

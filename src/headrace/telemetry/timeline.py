@@ -41,12 +41,13 @@ def draw(run: Aligned, *, width: int = 72) -> list[str]:
     owner = [each for each in run.of(*_BARS) if _meets(each, window)]
     shown = [word for kind, word in _BARS.items() if any(each.kind == kind for each in owner)]
     instants = _instants(run)
+    processes = "one process, one thread" if run.is_local else "two processes"
     milliseconds = f"{(ended_ns - begun_ns) / 1e6:.0f} ms"
     return [
         f"source  │{_source_lane(run, column, width)}│ layer groups computed and written",
         f"owner   │{_owner_lane(owner, column, width)}│ {_legend(shown)}",
         f"        │{_mark_lane(instants, column, width)}│ {_legend(_MARKS[k] for k in instants)}",
-        f"        0 ms{milliseconds:>{width - 2}}   {evidence(run)} clock, two processes",
+        f"        0 ms{milliseconds:>{width - 2}}   {evidence(run)} clock, {processes}",
     ]
 
 

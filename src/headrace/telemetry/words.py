@@ -13,13 +13,16 @@ from headrace.telemetry.tail import LABELS, PARTS
 HOST_ONLY: Final = "host intervals: nothing is claimed about kernels"
 BOTH_DEVICES: Final = "device events of both sides"
 
+ONE_THREAD: Final = "one process, one thread: the owner computed the prompt itself"
+
 _CONTRADICT: Final = "the two clocks contradict each other"
 
 
 def title(report: Report) -> str:
     """What ran and what became of it, in a line."""
     route = report.route if report.route == report.name else f"{report.name} ({report.route})"
-    return f"{route}: {report.num_tokens} prompt tokens, {report.outcome}"
+    by = ", computed by the owner itself" if report.local else ""
+    return f"{route}: {report.num_tokens} prompt tokens, {report.outcome}{by}"
 
 
 def figures(report: Report) -> list[tuple[str, str]]:
@@ -29,10 +32,12 @@ def figures(report: Report) -> list[tuple[str, str]]:
         ("route chosen", report.choice),
         ("clocks", clocks(report)),
         ("prefill", _ms(report.prefill_ns)),
+        ("source", _source(report)),
         overlap(report),
         ("imported early", _early(report)),
         ("transfer tail", _tail(report)),
         ("hidden share", _hidden(report)),
+        ("TTFT saved", _saved(report)),
         (
             "cancelled",
             "" if report.cancel_ns is None else f"{_ms(report.cancel_ns)} after the grant",
@@ -65,6 +70,8 @@ def clocks(report: Report) -> str:
 def overlap(report: Report) -> tuple[str, str]:
     """The overlap, by the name that its clocks allow."""
     name = "kernel overlap" if report.evidence == "device" else "host overlap"
+    if report.local:
+        return name, f"n/a: {ONE_THREAD} and imported in between"
     if report.overlap_ns is None:
         return name, f"n/a: {_CONTRADICT}"
     grounds = BOTH_DEVICES if report.evidence == "device" else HOST_ONLY
@@ -95,8 +102,12 @@ def as_object(report: Report) -> dict[str, Any]:
         "clocks": clock.verdict,
         "clock_offset_s": clock.offset_ns / 1e9,
         "clock_error_s": clock.error_ns / 1e9,
+        "local": report.local,
         "evidence": report.evidence,
         "prefill_s": _seconds(report.prefill_ns),
+        "compute_s": report.compute_ns / 1e9,
+        "write_s": report.write_ns / 1e9,
+        "compute_and_write_s": report.both_ns / 1e9,
         "overlap_s": _seconds(report.overlap_ns),
         "kernel_overlap_s": _seconds(report.overlap_ns if report.evidence == "device" else None),
         "kv_bytes": report.kv_nbytes,
@@ -109,9 +120,29 @@ def as_object(report: Report) -> dict[str, Any]:
         "alone_from": report.alone,
         "hidden_share": report.hidden_share,
         "hidden_share_bound": report.bound,
+        "ttft_saved_s": _seconds(report.saved_ns),
+        "whole_route_tail_s": _seconds(report.whole_tail_ns),
         "cancelled_after_s": _seconds(report.cancel_ns),
         "drain_s": _seconds(report.drain_ns),
     }
+
+
+def _source(report: Report) -> str:
+    """What it did, in as much as its messages tell the two apart."""
+    told = (
+        (report.compute_ns, "computing"),
+        (report.both_ns, "computing and writing, several layers to a message"),
+        (report.write_ns, "writing"),
+    )
+    return ", ".join(f"{_ms(ns)} {what}" for ns, what in told if ns)
+
+
+def _saved(report: Report) -> str:
+    if report.saved_ns is None or report.whole_tail_ns is None:
+        return ""
+    share = _percent(report.saved_ns, report.whole_tail_ns)
+    of = f"{share} of its tail of {_ms(report.whole_tail_ns)}" if share else "it has no tail"
+    return f"{_ms(report.saved_ns)} against the whole route on the same prompt ({of})"
 
 
 def _early(report: Report) -> str:
@@ -140,6 +171,8 @@ def _why_no_tail(report: Report) -> str:
 
 
 def _hidden(report: Report) -> str:
+    if report.local:
+        return f"n/a: {ONE_THREAD}"
     if report.alone_ns is None or report.tail_ns is None:
         return ""
     bound = (
@@ -154,8 +187,8 @@ def _hidden(report: Report) -> str:
 
 
 _ALONE: Final = {
-    "whole-route run": "the tail of the whole route on the same prompt",
-    "own imports": "this run's own imports added up (no whole-route run to compare with)",
+    "whole-route run": "the imports of the whole route on the same prompt",
+    "own imports": "this run's own imports (no whole-route run to compare with)",
 }
 
 

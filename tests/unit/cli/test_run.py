@@ -17,6 +17,7 @@ from headrace.runtime.config import OwnerConfig
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.router import OwnerFailed, RouteResult
 from headrace.runtime.supervisor import RestartPolicy
+from headrace.telemetry.recording import read
 
 RUN = ["run", "--source", "replay", "--decoder", "module:own", "--prompt", "abc"]
 ANSWER = b"one ## two"
@@ -228,6 +229,52 @@ def test_a_failure_names_its_cause_and_all_attempts(
     monkeypatch.setattr(StandIn, "ended", ended)
     assert run_command(RUN) == 1
     assert capsys.readouterr().err == f"headrace: {sentence}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kept"),
+    [
+        (None, 1, ["whole", "chunked"]),
+        (PeerDied("the owner process died"), 1, ["whole"]),
+        (KeyboardInterrupt(), 130, ["whole"]),
+    ],
+    ids=["failed", "owner died", "interrupted"],
+)
+def test_a_trace_keeps_the_routes_that_were_over_before_one_failed(
+    error: BaseException | None,
+    status: int,
+    kept: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The warm-up, the whole route, then the chunked one, which does not finish."""
+    answers = StandIn.result
+
+    def result(self: StandIn, label: int, *rest: Any, **more: Any) -> RouteResult:
+        if label < 2:
+            return answers(self, label, *rest)
+        if error is not None:
+            raise error
+        ended = Ended(label, "failed", "why", "", None, "", (), "stalled", (), None)
+        return RouteResult([], ended)
+
+    def withdraw(self: StandIn, label: int) -> None:
+        raise WouldBlock("full")
+
+    monkeypatch.setattr(StandIn, "result", result)
+    monkeypatch.setattr(StandIn, "withdraw", withdraw, raising=False)
+    path = tmp_path / "trace.json"
+    assert run_command([*RUN, "--route", "compare", "--trace", str(path)]) == status
+    assert [run.name for run in read(path).runs] == kept
+
+
+def test_no_trace_is_written_where_nothing_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandIn, "failure", OwnerFailed("source replay died"))
+    path = tmp_path / "trace.json"
+    assert run_command([*RUN, "--trace", str(path)]) == 1
+    assert not path.exists()
 
 
 def test_attempts_that_failed_before_it_finished_are_told(

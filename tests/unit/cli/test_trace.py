@@ -51,7 +51,9 @@ def test_each_run_is_told_and_drawn(file: Path, capsys: pytest.CaptureFixture[st
     text = out_of(capsys, file)
     assert text.startswith("whole: 8 prompt tokens, finished\n")
     _, streamed_run, cancelled_run = text.split(": 8 prompt tokens, ")[1:]
-    assert "60.0 % of T = 2.000 ms, the tail of the whole route on the same prompt" in streamed_run
+    assert (
+        "33.3 % of T = 1.200 ms, the imports of the whole route on the same prompt" in streamed_run
+    )
     assert "what the tail was made of" in streamed_run
     assert "decode steps of others" in streamed_run
     assert "▲ prefill ended  △ published" in streamed_run

@@ -17,7 +17,7 @@ PLAN = plan_of(4, layers=2)
 def recorded(*, trace: bool) -> tuple[Request, Record]:
     request = Request(RequestId(1, 2), 4, RequestOptions(trace=trace))
     record = Record(request, 5)
-    record.granted()
+    record.granted(local=False)
     spans = (Span(0, 1, 0, 4), Span(1, 2, 0, 2))
     record.heard(Progress(ATTEMPT, 0, 0, spans, (), 10, 30, 40), PLAN)
     record.heard(Computing(ATTEMPT, 0, 0), PLAN)
@@ -95,3 +95,28 @@ def test_a_request_that_goes_on_has_no_drain() -> None:
     record = Record(request, 5)
     record.drained()
     assert request.owner_intervals == []
+
+
+def test_all_steps_in_the_way_count_however_many_there_are() -> None:
+    request = Request(RequestId(1, 2), 4, RequestOptions(trace=True))
+    record = Record(request, 0)
+    record.heard(SourceFinal(ATTEMPT, 0, 0, "logits", 0, 0, 1000), PLAN)
+    for at in range(500):
+        record.neighbour_decoded(1000 + 10 * at, 1010 + 10 * at)
+    record.publish()
+    assert record.measured(1).decode_in_the_way_ns == 5000
+
+
+def test_a_trace_keeps_a_bounded_number_of_others_steps_and_none_after_the_end() -> None:
+    request = Request(RequestId(1, 2), 4, RequestOptions(trace=True))
+    record = Record(request, 0)
+    for at in range(5000):
+        record.neighbour_decoded(at, at + 1)
+    waited = len(request.owner_intervals)
+    record.heard(SourceFinal(ATTEMPT, 0, 0, "logits", 0, 0, 9000), PLAN)
+    record.neighbour_decoded(9000, 9001)  # after the final there is room again
+    record.ended("cancelled", "cancelled")
+    record.neighbour_decoded(9001, 9002)
+    steps = [each for each in request.owner_intervals if each.kind == "neighbour"]
+    assert (waited, len(steps)) == (1024, 1025)
+    assert record.measured(1).decode_in_the_way_ns == 1

@@ -8,7 +8,7 @@ import msgspec
 
 from headrace.ids import Span
 from headrace.messages import Interval, IntervalKind, Measured
-from headrace.telemetry.recording import Run
+from headrace.telemetry.recording import LOCAL_GRANT, Run
 
 US = 1_000
 START_US = 5_000_000
@@ -105,6 +105,31 @@ def whole(**more: Any) -> Run:
     kept = measured(last_group_nbytes=3_000)
     run = streamed(name="whole", route="whole", source=source, owner=owner, measured=kept)
     return msgspec.structs.replace(run, **more)
+
+
+def several(**more: Any) -> Run:
+    """Three layers in one message: the source writes one and computes the next, in turn."""
+    name = str(Span(0, 3, 0, 8))
+    source = (
+        at("compute", 100, 300, name=name),
+        at("write", 300, 2_900, name=name, nbytes=3_000),
+        at("announced", 2_900, name=name, nbytes=3_000),
+        at("final", 3_200, name="logits"),
+    )
+    owner = (
+        at("granted", 0, name="prefill"),
+        at("validated", 2_950, name=name, nbytes=3_000),
+        at("import", 3_000, 3_600, name=name, nbytes=3_000),
+        at("published", 4_000, name="entry"),
+    )
+    return msgspec.structs.replace(streamed(source=source, owner=owner), **more)
+
+
+def local(**more: Any) -> Run:
+    """A streamed run that the owner computed by itself: its imports lie within its computing."""
+    run = streamed(**more)
+    first = msgspec.structs.replace(run.owner[0], name=LOCAL_GRANT)
+    return msgspec.structs.replace(run, owner=(first, *run.owner[1:]))
 
 
 def cancelled(**more: Any) -> Run:

@@ -12,7 +12,17 @@ from msgspec.structs import replace
 
 from headrace.telemetry.chrome import MESSAGE_US, encode, tracks
 from headrace.telemetry.recording import Recording, Run
-from tests.unit.telemetry.scenes import START_US, at, cancelled, measured, moved, streamed, whole
+from tests.unit.telemetry.scenes import (
+    START_US,
+    at,
+    cancelled,
+    local,
+    measured,
+    moved,
+    several,
+    streamed,
+    whole,
+)
 
 
 def events(*runs: Run) -> list[dict[str, Any]]:
@@ -28,10 +38,11 @@ def of(phase: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_a_process_per_run_and_its_lanes() -> None:
-    found = events(streamed(), whole())
-    named = [e for e in found if e["name"] == "process_name"]
-    assert [(e["pid"], e["args"]["name"]) for e in named] == [(1, "streamed"), (2, "whole")]
-    for pid in (1, 2):
+    file = json.loads(encode(Recording(runs=(streamed(), whole(), local()))))
+    found = file["traceEvents"]
+    named = [(e["pid"], e["args"]["name"]) for e in found if e["name"] == "process_name"]
+    assert named == [(1, "streamed"), (2, "whole"), (3, "streamed (one thread)")]
+    for pid in (1, 2, 3):
         mine = [e for e in found if e["pid"] == pid]
         threads = [e["args"]["name"] for e in mine if e["name"] == "thread_name"]
         assert threads == ["source", "source, messages", "owner, messages", "owner"]
@@ -61,6 +72,11 @@ def test_every_interval_is_a_slice_or_an_instant() -> None:
     assert {
         (e["dur"], e["args"]["instant"]) for e in of("X", found) if e["cat"] == "announced"
     } == {(MESSAGE_US, True)}
+
+
+def test_a_slice_says_where_writing_holds_computing() -> None:
+    (both,) = [e for e in of("X", events(several())) if e["cat"] == "write"]
+    assert both["name"] == "compute and write layers [0, 3) x positions [0, 8)"
 
 
 def test_slices_of_a_thread_do_not_overlap() -> None:

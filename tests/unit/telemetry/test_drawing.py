@@ -5,6 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.telemetry.clocks import align
 from headrace.telemetry.drawing import (
@@ -17,7 +18,7 @@ from headrace.telemetry.drawing import (
     rows_of,
 )
 from headrace.telemetry.recording import Run
-from tests.unit.telemetry.scenes import START_US, US, at, landed, streamed, whole
+from tests.unit.telemetry.scenes import START_US, US, at, landed, several, streamed, whole
 
 
 def drawn(run: Run, begun_us: int, ended_us: int) -> ElementTree.Element:
@@ -58,6 +59,21 @@ def test_shapes_are_to_scale() -> None:
     for shape in svg.findall("rect"):
         assert float(shape.attrib["y"]) + float(shape.attrib["height"]) <= height
         assert float(shape.attrib["x"]) + float(shape.attrib["width"]) <= WIDTH
+
+
+def test_computing_that_is_told_as_writing_has_a_row_of_its_own() -> None:
+    labels = [row.label for row in rows_of(align(several()))]
+    assert labels[:3] == ["source computes", "computes + writes", "messages"]
+    svg = drawn(several(), 0, 5_000)
+    (both,) = svg.findall("rect[@class='write both']")
+    says = both.findtext("title")
+    assert says is not None
+    assert says.startswith("compute and write layers [0, 3) x positions [0, 8): at 0.300 ms")
+    run = several()
+    name = "layers [3, 4) x positions [0, 8)"
+    last = (at("compute", 2_900, 3_000, name=name), at("write", 3_000, 3_100, name=name))
+    labels = [row.label for row in rows_of(align(replace(run, source=(*run.source, *last))))]
+    assert labels[:3] == ["source computes", "computes + writes", "source writes"]
 
 
 def test_imports_in_flight_at_once_have_rows_of_their_own() -> None:

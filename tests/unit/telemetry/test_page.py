@@ -26,11 +26,12 @@ from tests.unit.telemetry.scenes import (
     cancelled,
     measured,
     moved,
+    several,
     streamed,
     whole,
 )
 
-RUNS = (streamed(), whole(), cancelled())
+RUNS = (streamed(), whole(), cancelled(), several())
 UNPAIRED = ("announced", "validated")
 
 
@@ -87,6 +88,8 @@ def test_the_tail_is_drawn_again_alone() -> None:
         "the whole request, ms",
         "the tail, magnified, ms",
         "the whole request, ms",
+        "the whole request, ms",
+        "the tail, magnified, ms",
     ]
     magnified = drawings(shown(streamed()))[1]
     assert ["import"] in classes(magnified)
@@ -127,6 +130,9 @@ def test_the_legend_names_what_is_there() -> None:
     words = ["".join(item.itertext()) for item in tree(shown(cancelled())).iterfind(".//li")]
     assert "cancel at 1.500 ms" in words
     assert not any("tail" in word or "others" in word for word in words)
+    words = ["".join(item.itertext()) for item in tree(shown(several())).iterfind(".//li")]
+    assert "it computes and writes a group of several layers, in turn" in words
+    assert "it writes the group into the slot" not in words
     run = cancelled()
     ungranted = replace(run, owner=run.owner[1:])
     words = ["".join(item.itertext()) for item in tree(shown(ungranted)).iterfind(".//li")]

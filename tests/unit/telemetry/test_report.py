@@ -9,7 +9,18 @@ from headrace.messages import Interval
 from headrace.telemetry.clocks import align
 from headrace.telemetry.recording import Run
 from headrace.telemetry.report import TIMER_NOISE_NS, Report, evidence, overlap_ns, report_of
-from tests.unit.telemetry.scenes import US, at, cancelled, measured, moved, on, streamed, whole
+from tests.unit.telemetry.scenes import (
+    US,
+    at,
+    cancelled,
+    local,
+    measured,
+    moved,
+    on,
+    several,
+    streamed,
+    whole,
+)
 
 
 def report(run: Run, *among: Run) -> Report:
@@ -31,12 +42,72 @@ def test_figures_of_a_streamed_run() -> None:
     assert told.published
 
 
-def test_t_is_the_tail_of_a_whole_route_run_of_the_same_prompt() -> None:
+def test_t_is_the_importing_of_a_whole_route_run_of_the_same_prompt() -> None:
+    """Its tail is longer: what its source writes in it is no part of an import."""
     told = report(streamed(), streamed(), whole(prompt="another"), whole(), whole())
-    assert (told.alone_ns, told.alone) == (2_000 * US, "whole-route run")
-    assert told.hidden_share == 1 - 800 / 2_000
+    assert (told.alone_ns, told.alone) == (1_200 * US, "whole-route run")
+    assert told.hidden_share == 1 - 800 / 1_200
     own = report(whole(), whole())
-    assert (own.hidden_share, own.bound) == (0.0, 0.0)
+    assert (own.hidden_share, own.bound) == (1 - 2_000 / 1_200, 0.0)
+
+
+def test_writing_that_only_moved_is_not_hidden() -> None:
+    """On a whole route it lies in the tail, streamed in the prefill; the imports are the same."""
+    run = streamed()
+    moved_only = replace(run, owner=(*whole().owner[:-1], at("published", 4_400)))
+    told = report(moved_only, whole())
+    assert told.tail_ns == 1_200 * US == told.alone_ns
+    assert told.whole_tail_ns == 2_000 * US
+    assert told.hidden_share == 0
+
+
+def test_imports_in_flight_together_count_once() -> None:
+    busy = (at("import", 3_300, 3_700), at("import", 3_400, 3_800), at("published", 4_000))
+    told = report(streamed(owner=busy))
+    assert (told.alone_ns, told.alone) == (500 * US, "own imports")
+    told = report(streamed(), whole(owner=(*whole().owner[:-1], *busy[:2], at("published", 5_000))))
+    assert (told.alone_ns, told.alone) == (1_500 * US, "whole-route run")
+
+
+def test_what_the_first_token_gained_on_the_whole_route() -> None:
+    soon = measured(submitted_ns=7, first_token_ns=4_107)
+    late = measured(submitted_ns=9, first_token_ns=5_609)
+    told = report(streamed(measured=soon), whole(measured=late))
+    assert (told.saved_ns, told.whole_tail_ns) == (1_500, 2_000 * US)
+    for run, other in (
+        (whole(measured=late), whole(measured=late)),
+        (streamed(measured=None), whole(measured=late)),
+        (streamed(measured=soon), whole(measured=measured())),
+        (streamed(), whole(measured=late)),
+    ):
+        assert report(run, other).saved_ns is None
+
+
+def test_one_thread_overlaps_nothing_and_hides_nothing() -> None:
+    told = report(local(), whole())
+    assert told.local
+    assert (told.overlap_ns, told.alone_ns, told.alone, told.hidden_share) == (None,) * 4
+    assert told.tail_ns == 800 * US
+    assert report(streamed(), local(route="whole")).alone == "own imports"
+    assert not report(streamed()).local
+
+
+def test_writing_with_several_layers_to_a_message_is_computing_too() -> None:
+    told = report(several())
+    assert (told.compute_ns, told.both_ns, told.write_ns) == (200 * US, 2_600 * US, 0)
+    apart = report(streamed())
+    assert (apart.compute_ns, apart.both_ns, apart.write_ns) == (2_600 * US, 0, 510 * US)
+    after = report(whole())  # it writes three layers when the prefill has ended
+    assert (after.compute_ns, after.both_ns, after.write_ns) == (2_900 * US, 0, 500 * US)
+    unknown = report(several(source=several().source[:-1]))
+    assert unknown.both_ns == 2_600 * US
+
+
+def test_several_layers_to_a_message_change_no_overlap() -> None:
+    """Whatever a bar is called, the source was at work in it."""
+    run = several()
+    owner = (*run.owner, at("import", 200, 400))
+    assert overlap_ns(align(replace(run, owner=owner))) == 200 * US
 
 
 @pytest.mark.parametrize(

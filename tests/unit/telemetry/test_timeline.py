@@ -9,7 +9,7 @@ from headrace.messages import Interval
 from headrace.telemetry.clocks import align
 from headrace.telemetry.recording import Run
 from headrace.telemetry.timeline import draw
-from tests.unit.telemetry.scenes import at, cancelled, on, streamed, whole
+from tests.unit.telemetry.scenes import at, cancelled, local, on, streamed, whole
 
 
 def lanes(run: Run, width: int = 39) -> list[str]:
@@ -33,6 +33,10 @@ def test_both_lanes_and_both_marks() -> None:
 def test_the_scale_names_the_clock() -> None:
     run = on("device", streamed(), "compute", "import")
     assert draw(align(run))[3].endswith("device clock, two processes")
+
+
+def test_the_scale_says_who_was_at_work() -> None:
+    assert draw(align(local()))[3].endswith("host clock, one process, one thread")
 
 
 def test_a_run_that_was_not_published_is_drawn_to_its_end() -> None:

@@ -11,7 +11,18 @@ from headrace.telemetry.clocks import align
 from headrace.telemetry.recording import Run
 from headrace.telemetry.report import Report, report_of
 from headrace.telemetry.words import as_object, figures, overlap, parts, title
-from tests.unit.telemetry.scenes import US, at, cancelled, measured, moved, on, streamed, whole
+from tests.unit.telemetry.scenes import (
+    US,
+    at,
+    cancelled,
+    local,
+    measured,
+    moved,
+    on,
+    several,
+    streamed,
+    whole,
+)
 
 
 def report(run: Run, *among: Run) -> Report:
@@ -32,13 +43,14 @@ def test_what_is_said_of_a_streamed_run() -> None:
     assert said(streamed(), whole()) == {
         "clocks": "one clock (readings agree within 65 us)",
         "prefill": "3.100 ms",
+        "source": "2.600 ms computing, 0.510 ms writing",
         "host overlap": "0.400 ms of importing while the source worked (host intervals: nothing is "
         "claimed about kernels)",
         "imported early": "2.0 kB of 3.0 kB before the prefill ended (66.7 %)",
         "transfer tail": "0.800 ms from the end of the prefill to publishing; 0.790 ms from the "
         "end of the last layer group",
-        "hidden share": "60.0 % of T = 2.000 ms, the tail of the whole route on the same prompt; "
-        "all but the last layer group is 66.7 %",
+        "hidden share": "33.3 % of T = 1.200 ms, the imports of the whole route on the same "
+        "prompt; all but the last layer group is 66.7 %",
         "drained in": "0.100 ms",
     }
 
@@ -63,6 +75,7 @@ def test_what_is_said_of_a_cancelled_run() -> None:
     assert said(cancelled()) == {
         "reason": "cancelled by the caller",
         "clocks": "one clock (readings agree within 70 us)",
+        "source": "0.800 ms computing, 0.100 ms writing",
         "host overlap": "0.000 ms of importing while the source worked (host intervals: nothing is "
         "claimed about kernels)",
         "imported early": "n/a: the end of the prefill is not known; 1.0 kB were imported in all",
@@ -70,6 +83,40 @@ def test_what_is_said_of_a_cancelled_run() -> None:
         "cancelled": "1.500 ms after the grant",
         "drained in": "0.890 ms",
     }
+
+
+def test_what_the_first_token_gained() -> None:
+    soon = measured(submitted_ns=1, first_token_ns=4_100_001)
+    late = measured(submitted_ns=1, first_token_ns=5_600_001)
+    told = said(streamed(measured=soon), whole(measured=late))
+    assert told["TTFT saved"] == (
+        "1.500 ms against the whole route on the same prompt (75.0 % of its tail of 2.000 ms)"
+    )
+    instant = (*whole().source[:-1], at("final", 5_000))
+    told = said(streamed(measured=soon), whole(measured=late, source=instant))
+    assert told["TTFT saved"].endswith("(it has no tail)")
+
+
+def test_one_thread_is_told_as_one() -> None:
+    told = said(local(), whole())
+    assert told["host overlap"] == (
+        "n/a: one process, one thread: the owner computed the prompt itself and imported in between"
+    )
+    assert told["hidden share"].startswith("n/a: one process, one thread")
+    both = on("device", local(), "compute", "import")
+    assert overlap(report(both))[1].startswith("n/a: one process, one thread")
+    assert (as_object(report(both))["local"], as_object(report(both))["kernel_overlap_s"]) == (
+        True,
+        None,
+    )
+
+
+def test_several_layers_to_a_message_are_told_as_computing_and_writing() -> None:
+    assert said(several())["source"] == (
+        "0.200 ms computing, 2.600 ms computing and writing, several layers to a message"
+    )
+    told = as_object(report(several()))
+    assert (told["compute_and_write_s"], told["write_s"]) == (0.0026, 0)
 
 
 def test_sizes_have_their_unit() -> None:
@@ -82,6 +129,8 @@ def test_titles() -> None:
     assert title(report(streamed())) == "streamed: 8 prompt tokens, finished"
     chosen = streamed(name="auto", choice="a long prompt")
     assert title(report(chosen)) == "auto (streamed): 8 prompt tokens, finished"
+    alone = "streamed: 8 prompt tokens, finished, computed by the owner itself"
+    assert title(report(local())) == alone
     assert said(chosen)["route chosen"] == "a long prompt"
 
 
@@ -146,7 +195,7 @@ def test_no_last_group_and_no_bytes() -> None:
 def test_a_share_below_the_noise() -> None:
     owner = (at("import", 10, 40), at("published", 4_000))
     assert said(streamed(owner=owner))["hidden share"] == (
-        "n/a: T = 0.030 ms, this run's own imports added up (no whole-route run to compare with), "
+        "n/a: T = 0.030 ms, this run's own imports (no whole-route run to compare with), "
         "is below 0.100 ms: wake-ups of processes decide there"
     )
 
