@@ -13,6 +13,7 @@ from headrace.geometry import (
     MAX_EXTENT,
     MAX_LAYERS,
     MAX_POSITIONS,
+    PROTOCOL_VERSION,
     Full,
     Kind,
     Latent,
@@ -82,7 +83,7 @@ def test_a_source_may_emit_more_tail_rows_than_are_needed_but_not_fewer() -> Non
 
 D = decoder_manifest()
 MISMATCHES: list[tuple[str, Manifest]] = [
-    ("protocol", msgspec.structs.replace(D, protocol=2)),
+    ("protocol", msgspec.structs.replace(D, protocol=PROTOCOL_VERSION + 1)),
     ("byte_order", msgspec.structs.replace(D, byte_order="big")),
     ("number of layers", decoder_manifest(*HYBRID, Full())),
     ("number of layers", decoder_manifest(*HYBRID[:-1])),
