@@ -1,17 +1,17 @@
-"""The size curve: its cells, its rows at smoke size, and its goals on invented rows."""
+"""The size curve: its cells, and its rows at smoke size."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from headrace.bench import curve
 from headrace.bench.curve import (
+    DEFAULT_WAYS,
     KEY,
     SIZES_GB,
-    WAYS,
     Cell,
     Setting,
     cells_of,
@@ -19,18 +19,15 @@ from headrace.bench.curve import (
     options_of,
 )
 from headrace.bench.curve_table import (
-    CellKey,
-    best_fixed,
     cells,
     figures,
-    share_wanted,
-    tail_allowed_ns,
 )
-from headrace.bench.faults.table import Figure
 from headrace.bench.geometries import GEOMETRIES
-from headrace.bench.rows import RowFile
+from headrace.bench.rows import RowFile, read_rows
+from headrace.bench.stand import Stand
 from headrace.cli import run_command
 from headrace.errors import Refused
+from headrace.runtime.requests import Request, RequestOptions
 
 SMALL = "llama-3.1-8b"
 ROUTES = ("whole", "chunked-256", "streamed-8th", "auto")
@@ -69,7 +66,7 @@ def test_about_eight_groups_are_told_by_their_layers() -> None:
         for cell in cells_of(list(GEOMETRIES), [0.1], [Setting(1.0)])
         if cell.size_gb
     }
-    assert routes["llama-3.1-8b"] == tuple(way for way in WAYS if way != "streamed-8th")
+    assert routes["llama-3.1-8b"] == tuple(way for way in DEFAULT_WAYS if way != "streamed-8th")
     assert "streamed-5" in routes["qwen3-8b"]
     assert "streamed-8" in routes["exaone-4.0-32b"]
     assert "streamed-6" in routes["gemma-3-12b"]
@@ -82,6 +79,15 @@ def test_each_second_repeat_goes_backwards_and_every_route_begins_once() -> None
     assert by_repeat[1] == by_repeat[0][::-1]
     assert [repeat[0] for repeat in by_repeat[::2]] == ["whole", "streamed-1", "auto"]
     assert all(sorted(repeat) == sorted(by_repeat[0]) for repeat in by_repeat)
+
+
+def test_the_estimate_follows_the_speed_of_a_copy() -> None:
+    (_, cell) = cells_of([SMALL], [1.0], [Setting(1.0)], ("whole", "auto"), repeats=5)
+    copies_s = cell.seconds(1.0) - cell.seconds(1e9)
+    assert cell.seconds(0.5) - cell.seconds(1e9) == pytest.approx(2 * copies_s)
+    assert 12 < cell.seconds(1e9) < 25  # ten prefills of a second, one of each stand, two slabs
+    (_, fixed) = cells_of([SMALL], [1.0], [Setting(1.0)], ("whole",), repeats=10)
+    assert fixed.seconds(10.0) < cell.seconds(10.0)  # one stand less
 
 
 def test_routes_are_what_their_labels_say() -> None:
@@ -135,8 +141,30 @@ def test_rows_at_smoke_size(tmp_path: Path) -> None:
     assert of_route["streamed-4"]["groups"] == 8
     assert of_route["streamed-4"]["last_group_nbytes"] * 8 == of_route["whole"]["kv_nbytes"]
     assert of_route["auto"]["choice"]["reason"]
+    assert [row["nth"] for row in file.rows if row["route"] == "auto"] == [1, 2]
+    assert {row["nth"] for row in file.rows if row["route"] != "auto"} == {0}
     assert of_route["chunked-256"]["prefill_chunk"] == 256
     assert list(figures(file.rows))
+
+
+def test_the_owner_of_auto_serves_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: dict[Stand, list[tuple[str, int]]] = {}
+    serve = Stand.serve
+
+    def noted(stand: Stand, tokens: Sequence[int], options: RequestOptions) -> Request:
+        served.setdefault(stand, []).append((options.route, len(tokens)))
+        return serve(stand, tokens, options)
+
+    monkeypatch.setattr(Stand, "serve", noted)
+    (_, cell) = small_cells()
+    file = RowFile(None, "curve", KEY)
+    curve.run([cell], file, quiet)
+    fixed, auto = served.values()
+    assert auto == [("whole", 1), ("auto", 15), ("auto", 15)]
+    assert fixed[0] == ("whole", 15)
+    assert len(fixed) == 1 + 6
+    assert "auto" not in dict(fixed)
+    assert "no prefill measured yet" in file.rows[3]["choice"]["reason"]
 
 
 def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -153,6 +181,7 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert file.rows[: len(kept)] == kept
     keys = [tuple(row[name] for name in KEY) for row in file.rows]
     assert len(keys) == len(set(keys)) == 10
+    assert [row["run"] for row in file.rows] == [0] * 7 + [1] * 3
 
 
 def test_behind_an_emulated_link(tmp_path: Path) -> None:
@@ -186,19 +215,58 @@ def test_a_source_ends_with_a_cell_that_cannot_be_opened(monkeypatch: pytest.Mon
         curve.run(small_cells(), RowFile(None, "curve", KEY), quiet)
 
 
-def test_what_does_not_fit_is_told_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_told_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(nbytes: int, what: str) -> None:
         raise Refused(f"{what}: needs {nbytes} bytes")
 
     monkeypatch.setattr(curve, "require_memory", full)
     said: list[str] = []
-    file = RowFile(None, "curve", KEY)
-    for _ in range(2):
+    for resume in (False, True):
+        file = RowFile(tmp_path / "curve.jsonl", "curve", KEY, resume=resume)
         curve.run(small_cells(), file, said.append)
     assert [row["measure"] for row in file.rows] == ["skipped", "skipped"]
     assert "needs" in file.rows[1]["skipped"]
+    assert len(read_rows(tmp_path / "curve.jsonl")) == 2
     assert sum(text.startswith("skipped:") for text in said) == 4
     assert not list(figures(file.rows))
+
+
+def test_auto_is_left_out_where_its_own_source_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (_, cell) = small_cells()
+    asked: list[int] = []
+
+    def one_fits(nbytes: int, what: str) -> None:
+        asked.append(nbytes - curve.HEADROOM_NBYTES)
+        if what.endswith("auto beside the others"):
+            raise Refused(f"{what}: needs {nbytes} bytes")
+
+    path = tmp_path / "curve.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(curve, "require_memory", one_fits)
+        file = RowFile(path, "curve", KEY)
+        curve.run([cell], file, quiet)
+    assert asked[1] == 2 * asked[0]
+    skipped = [row for row in file.rows if "skipped" in row]
+    assert [(row["measure"], row["route"]) for row in skipped] == [("skipped", "auto")]
+    assert len(file.rows) == 1 + 6
+    assert list(cells(file.rows)[0].routes) == ["whole", "chunked-256", "streamed-4"]
+
+    again = RowFile(path, "curve", KEY, resume=True)  # there is room for it now
+    curve.run([cell], again, quiet)
+    assert [row["route"] for row in again.rows[6:]] == ["auto", "auto"]
+    assert not any("skipped" in row for row in again.rows)
+
+
+def test_rows_of_another_link_scale_are_not_gone_on_with(tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "curve.jsonl"), "--geometries", SMALL, "--repeats", "1"]
+    small = ["bench", "curve", "--sizes-gb", "0.002", "--routes", "whole", *out]
+    link = [*small, "--link-gb-per-s", "1", "--link-scale"]
+    assert run_command([*link, "0.1"]) == 0
+    assert run_command([*link, "0.2", "--resume"]) == 2
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,110 +309,3 @@ def test_a_mistake_is_told_before_anything_is_measured(
     monkeypatch.setattr(curve, "run", None)
     assert run_command(["bench", "curve", *arguments]) == 2
     assert sentence in capsys.readouterr().err
-
-
-# Goals, on invented rows.
-
-
-def row(route: str, tail_ms: float, ttft_ms: float, **more: Any) -> dict[str, Any]:
-    """A hand-off of 800 bytes, 100 of them in the last of 8 groups; prefill of 1000 ms."""
-    return {
-        "measure": "hand-off",
-        "geometry": "g",
-        "size_gb": 1.0,
-        "pace_gb_per_s": 1.0,
-        "link_gb_per_s": 0.0,
-        "route": route,
-        "repeat": 0,
-        "prefill_chunk": 0,
-        "groups": 8,
-        "prefill_ns": 1000e6,
-        "tail_ns": tail_ms * 1e6,
-        "ttft_ns": ttft_ms * 1e6,
-        "kv_nbytes": 800,
-        "last_group_nbytes": 100,
-        "owner_cpu_ns": 1,
-        "source_cpu_ns": 1,
-        **more,
-    }
-
-
-def fixed(tail_ms: float) -> dict[str, Any]:
-    return {**row("whole", tail_ms, 0), "measure": "fixed", "size_gb": 0.0}
-
-
-def judged(*rows: dict[str, Any]) -> dict[str, Figure]:
-    return {figure.name.partition(",")[0]: figure for figure in figures(rows)}
-
-
-def test_what_a_tail_may_be() -> None:
-    assert tail_allowed_ns(800, 1 / 8, 4) == 1.25 * 104
-    assert share_wanted(1 / 8) == 0.95 * 7 / 8
-
-
-@pytest.mark.parametrize(("tail_ms", "met"), [(130, True), (131, False)])
-def test_the_goal_of_a_streamed_tail(tail_ms: float, met: bool) -> None:
-    found = judged(row("whole", 800, 1800), fixed(4), row("streamed-4", tail_ms, 1130))
-    assert found["tail"].met is met
-
-
-@pytest.mark.parametrize(("tail_ms", "met"), [(134, True), (136, False)])
-def test_the_goal_of_a_hidden_share(tail_ms: float, met: bool) -> None:
-    found = judged(row("whole", 800, 1800), row("streamed-4", tail_ms, 1130))
-    assert found["hidden share"].met is met
-    assert "tail" not in found  # there is no fixed cost to add
-
-
-def test_few_groups_have_no_share_to_reach() -> None:
-    found = judged(row("whole", 800, 1800), row("streamed-8", 300, 1300, groups=4))
-    assert "hidden share" not in found
-
-
-def test_a_transfer_longer_than_the_prefill_or_without_a_pace_has_no_goal() -> None:
-    assert not judged(row("whole", 1001, 2001), fixed(4), row("streamed-4", 900, 1900))
-    unpaced = {"pace_gb_per_s": 0.0}
-    assert not judged(row("whole", 800, 1800, **unpaced), row("streamed-4", 100, 1100, **unpaced))
-    assert not judged(row("streamed-4", 100, 1100))
-
-
-@pytest.mark.parametrize(
-    ("auto_ms", "to_whole", "to_best"),
-    [(1000, True, True), (1021, True, False), (1840, False, False)],
-)
-def test_the_goals_of_auto(auto_ms: float, to_whole: bool, to_best: bool) -> None:
-    rows = [row("whole", 800, 1800), row("streamed-1", 10, 1000), row("auto", 10, auto_ms)]
-    found = {figure.name: figure.met for figure in figures(rows) if "TTFT" in figure.name}
-    assert found == {
-        "TTFT, g 1 GB, 1 GB/s, auto to whole": to_whole,
-        "TTFT, g 1 GB, 1 GB/s, auto to streamed-1, the best fixed": to_best,
-    }
-
-
-def test_another_prefill_chunk_is_another_pairing() -> None:
-    """What `auto` may not choose is not what it is held against."""
-    routes = {
-        "whole": [row("whole", 800, 1800)],
-        "chunked-256": [row("chunked-256", 1, 1, prefill_chunk=256)],
-        "auto": [row("auto", 1, 1)],
-    }
-    assert best_fixed(routes) == "whole"
-    assert best_fixed({"auto": routes["auto"]}) is None
-
-
-def test_a_line_holds_medians_and_the_ratio_within_a_repeat() -> None:
-    rows = [
-        row("whole", 100, 1000, repeat=0),
-        row("whole", 300, 2000, repeat=1),
-        row("streamed-4", 20, 900, repeat=0, owner_cpu_ns=None),
-        row("streamed-4", 40, 1000, repeat=1, owner_cpu_ns=None),
-        row("streamed-4", 30, 1000, repeat=2, owner_cpu_ns=None),
-    ]
-    (cell,) = cells(rows)
-    assert cell.key == CellKey("g", 1.0, 1.0, 0.0)
-    (whole, streamed) = cell.lines()
-    assert whole.cpu_s is not None
-    assert streamed.cpu_s is None
-    assert streamed.hidden == pytest.approx(1 - 30 / 200)
-    assert streamed.bound == 7 / 8
-    assert streamed.ttft_ratio is not None
-    assert (streamed.ttft_ratio.p10, streamed.ttft_ratio.p90) == (0.5, 0.9)

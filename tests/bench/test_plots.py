@@ -45,6 +45,7 @@ def curve_rows() -> list[dict[str, Any]]:
                     "route": route,
                     "prefill_ns": size_gb * 1e9,
                     "tail_ns": tail * size_gb * 1e6,
+                    "import_ns": tail * size_gb * 1e6,
                     "ttft_ns": (1000 + tail) * size_gb * 1e6,
                 }
                 rows.append(handoff)

@@ -1,8 +1,9 @@
-"""`bench ttft` at smoke size: rows by every route, going on with them, goals on made-up rows."""
+"""`bench ttft` at smoke size: what is measured, rows by every route, going on with them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from headrace.bench import ttft
 from headrace.bench.families import make_model, prefill_s, random_prompt
 from headrace.bench.plots import draw
 from headrace.bench.rows import RowFile
-from headrace.bench.stand import RequestFailed, finished
+from headrace.bench.stand import RequestFailed, Stand, finished
 from headrace.bench.ttft_points import (
     Point,
     Subject,
@@ -25,13 +26,14 @@ from headrace.bench.ttft_points import (
     subjects,
     within,
 )
-from headrace.bench.ttft_table import figures, points
+from headrace.bench.ttft_table import points
 from headrace.cli import run_command
 from headrace.engine.loading import load_config
 from headrace.errors import Refused
 from headrace.geometry import Full, Sliding
 from headrace.ids import RequestId
 from headrace.runtime.requests import Request, RequestOptions
+from tests.bench.test_ttft_table import row as invented
 from tests.e2e.families import directory_of
 
 
@@ -144,7 +146,17 @@ def test_a_prompt_that_is_too_long_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_rows_of_every_route_alone_and_over_a_link(tmp_path: Path) -> None:
+def test_rows_of_every_route_alone_and_over_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: dict[Stand, list[tuple[str, int]]] = {}
+    serve = Stand.serve
+
+    def noted(stand: Stand, tokens: Sequence[int], options: RequestOptions) -> Request:
+        served.setdefault(stand, []).append((options.route, len(tokens)))
+        return serve(stand, tokens, options)
+
+    monkeypatch.setattr(Stand, "serve", noted)
     threads = torch.get_num_threads()
     wanted = [Point(tiny(), 40, repeats=2), Point(tiny(), 40, link_mb_s=5.0, repeats=1)]
     out = tmp_path / "ttft.jsonl"
@@ -168,13 +180,59 @@ def test_rows_of_every_route_alone_and_over_a_link(tmp_path: Path) -> None:
             assert (row["groups"], row["nbytes_before_final"]) == (1, 0)
     auto = next(row for row in rows if row["label"] == "auto")
     assert set(auto["choice"]) == {"route", "group_layers", "chunk", "reason"}
-    assert auto["choice"]["reason"]
+    assert "no prefill measured yet" in auto["choice"]["reason"]
+    few = ("whole", ttft.AUTO_WARM_UP_TOKENS)
+    assert [few, ("auto", 40), ("auto", 40)] in served.values()  # and nothing else by its owner
+    assert [row["nth"] for row in rows if row["label"] == "auto"] == [1, 2, 1]
+    assert {row["nth"] for row in rows if row["label"] != "auto"} == {0}
     over_link = [row for row in rows if row["link_mb_s"] and row["label"] == "whole"]
     assert over_link[0]["tail_ns"] >= over_link[0]["kv_nbytes"] / 5e6 * 1e9
 
     again = RowFile(out, ttft.CLAIM, ttft.KEY, resume=True)
     assert list(ttft.run(wanted, again)) == []  # nothing is missing, and nothing was started
     assert again.rows == json.loads(json.dumps(rows))
+
+
+class FakeStand:
+    """Serves nothing; what it was asked for is kept."""
+
+    def __init__(self) -> None:
+        self.served: list[str] = []
+
+    def __enter__(self) -> FakeStand:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def serve(self, _: Sequence[int], options: RequestOptions) -> None:
+        self.served.append(options.route)
+
+
+def test_auto_is_left_out_where_its_own_source_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stands = [FakeStand()]
+
+    def opened(*_: object) -> FakeStand:
+        if not stands:
+            raise Refused("no memory for another")
+        return stands.pop()
+
+    def measured(_stand: FakeStand, point: Point, label: str) -> dict[str, Any]:
+        return invented(label, 0, model=point.subject.name, prompt_tokens=point.num_tokens)
+
+    monkeypatch.setattr(ttft, "_open", opened)
+    monkeypatch.setattr(ttft, "_one", measured)
+    file = RowFile(None, ttft.CLAIM, ttft.KEY)
+    rows = list(ttft.run([Point(tiny(), 24, repeats=1)], file))
+    assert [row["label"] for row in rows] == ["whole", "streamed-1", "streamed-4"]
+    (skipped,) = (each for each in file.rows if "skipped" in each)
+    assert (skipped["label"], skipped["skipped"]) == ("auto", "no memory for another")
+    (point,) = points(file.rows)
+    assert "auto" not in point.labels
+    with pytest.raises(Refused, match="no memory for another"):
+        list(ttft.run([Point(tiny(), 24, repeats=1)], RowFile(None, ttft.CLAIM, ttft.KEY)))
 
 
 def test_a_run_that_was_cut_short_is_gone_on_with(tmp_path: Path) -> None:
@@ -206,101 +264,6 @@ def test_a_request_that_did_not_finish_is_no_row() -> None:
         ttft.measured_of(request)
 
 
-# Goals, on invented rows.
-
-
-def row(label: str, repeat: int, **facts: Any) -> dict[str, Any]:
-    """A row of a transfer of 100 ms and 10 layers behind a prefill of a second."""
-    tail_ms = facts.pop("tail_ms", 100)
-    prefill_ms = facts.pop("prefill_ms", 1000)
-    return {
-        "model": "m",
-        "prompt_tokens": 64,
-        "link_mb_s": 0.0,
-        "prefill_chunk": 0,
-        "label": label,
-        "repeat": repeat,
-        "groups": 1 if label == "whole" else 10,
-        "prefill_ns": prefill_ms * 10**6,
-        "tail_ns": int(tail_ms * 10**6),
-        "ttft_ns": int((prefill_ms + tail_ms) * 10**6),
-        "source_cpu_ns": 10**9,
-        "kv_nbytes": 1000,
-        "nbytes_before_final": 0 if label == "whole" else 950,
-        "last_group_nbytes": 1000 if label == "whole" else 100,
-        "choice": None,
-    } | facts
-
-
-def verdicts(rows: list[dict[str, Any]]) -> dict[str, bool | None]:
-    return {figure.name: figure.met for figure in figures(rows)}
-
-
-def test_hidden_share_met_and_missed() -> None:
-    name = "hidden share, m, 64 tokens, streamed-1"
-    good = [row("whole", 0), row("streamed-1", 0, tail_ms=14)]  # 0.86, and 0.95 x 0.9 is wanted
-    bad = [row("whole", 0), row("streamed-1", 0, tail_ms=15)]
-    assert verdicts(good)[name] is True
-    assert verdicts(bad)[name] is False
-    few = [row("whole", 0), row("streamed-4", 0, groups=3, tail_ms=50)]
-    assert not any("hidden" in figure for figure in verdicts(few))
-
-
-def test_a_share_is_told_only_where_something_can_be_hidden() -> None:
-    longer = [row("whole", 0, prefill_ms=90), row("streamed-1", 0, prefill_ms=90, tail_ms=10)]
-    (point,) = points(longer)
-    assert point.hidden("streamed-1") is None
-    (point,) = points([row("whole", 0, tail_ms=0.4), row("streamed-1", 0, tail_ms=0.1)])
-    assert point.hidden("streamed-1") is None
-    (point,) = points([row("streamed-1", 0)])
-    assert point.hidden("streamed-1") is None
-    (point,) = points([row("whole", 0), row("streamed-1", 0, tail_ms=20)])
-    assert point.hidden("streamed-1") == pytest.approx(0.8)
-
-
-def test_auto_is_held_against_whole_and_the_best_fixed_route() -> None:
-    fixed = [row("whole", 0), row("streamed-1", 0, tail_ms=10)]
-    choice = {"route": "streamed", "group_layers": 1, "chunk": 0, "reason": "so"}
-    met = verdicts([*fixed, row("auto", 0, tail_ms=20, choice=choice)])
-    assert met["TTFT, m, 64 tokens, auto to whole"] is True
-    assert met["TTFT, m, 64 tokens, auto to streamed-1, the best fixed"] is True
-    missed = verdicts([*fixed, row("auto", 0, tail_ms=40)])
-    assert missed["TTFT, m, 64 tokens, auto to whole"] is True
-    assert missed["TTFT, m, 64 tokens, auto to streamed-1, the best fixed"] is False
-    worse = verdicts([row("whole", 0), row("auto", 0, tail_ms=130)])
-    assert worse == {"TTFT, m, 64 tokens, auto to whole, the best fixed": False}
-    (point,) = points([*fixed, row("auto", 0, choice=choice)])
-    assert [line.note for line in point.lines()] == ["", "", "1 x streamed-1"]
-    assert [line.early for line in point.lines()] == [0, 0.95, 0.95]
-
-
-def test_the_prefill_slow_down_is_paired_and_pooled() -> None:
-    def pooled(*slower: float) -> bool | None:
-        rows = []
-        for repeat, factor in enumerate(slower):
-            rows += [
-                row("whole", repeat, prompt_tokens=64 << repeat),
-                row(
-                    "streamed-1",
-                    repeat,
-                    prompt_tokens=64 << repeat,
-                    prefill_ms=round(1000 * factor),
-                ),
-            ]
-        return verdicts(rows)["prefill, m, streamed-1 to whole, no link"]
-
-    assert pooled(1.009, 1.2, 0.9) is True
-    assert pooled(1.011, 1.2, 0.9) is False
-
-
-def test_what_is_stated_has_no_goal() -> None:
-    rows = [row("whole", 0), row("streamed-1", 0), row("whole", 1, tail_ms=155)]
-    stated = {figure.name: figure.result for figure in figures(rows) if figure.met is None}
-    assert stated["CPU time of the source, m, streamed-1 to whole, no link"].startswith("1.0000")
-    assert stated["TTFT, m, whole to itself a repeat later, difference"].startswith("0.0500")
-    assert list(figures([])) == []
-
-
 # The command.
 
 TINY = ["--models", str(directory_of("llama"))]
@@ -321,6 +284,9 @@ def test_the_command_measures_and_goes_on(
     assert "1 points, about" in said
     assert "goals met" in said
     assert len(out.read_text().splitlines()) == 1 + 4
+    other = ["bench", "ttft", *small, "--repeats", "1", "--resume", "--window", "8"]
+    assert run_command(other) == 2
+    assert "was measured with window 512 and this run has 8" in capsys.readouterr().err
 
 
 def test_the_rows_are_drawn(tmp_path: Path) -> None:
@@ -328,7 +294,7 @@ def test_the_rows_are_drawn(tmp_path: Path) -> None:
     file = RowFile(out, ttft.CLAIM, ttft.KEY)
     for prompt_tokens, link in ((64, 0.0), (128, 0.0), (64, 15.0)):
         for label in ("whole", "streamed-1", "auto"):
-            file.append(row(label, 0, prompt_tokens=prompt_tokens, link_mb_s=link))
+            file.append(invented(label, 0, prompt_tokens=prompt_tokens, link_mb_s=link))
     draw(out, tmp_path / "ttft.svg")
     drawn = (tmp_path / "ttft.svg").read_text()
     for text in ("m, emulated links: transfer tail, ms", "streamed-1", "TTFT, to whole"):

@@ -6,6 +6,10 @@ takes the same time on each route by construction, so what is compared is the tr
 chunked routes are given a prefill chunk of the same size, since without one they could not begin
 before the prefill ends; on a real model that would change what is computed.
 
+`auto` has a source and an owner of its own, which serve nothing else but one prompt of one token
+before it, and takes its turns between the fixed routes: what it knows, its own requests taught it.
+`nth` counts them from 1; what it probes the machine for is done before the first is submitted.
+
 `ttft_ns` ends with the first token, chosen from the source's row of logits, and `publish_ns` with
 the published entry; a memory-only decoder computes neither.
 
@@ -18,6 +22,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,21 +36,23 @@ from headrace.bench.stand import RequestFailed, Stand, choice_of
 from headrace.engine.capacity import require_memory
 from headrace.errors import Refused
 from headrace.plan import slot_layout
+from headrace.runtime.probe import probe
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.worker import SourceHandle
 
 KEY = ("measure", "geometry", "size_gb", "route", "pace_gb_per_s", "link_gb_per_s", "repeat")
 SIZES_GB = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
-WAYS = (
+AUTO = "auto"
+DEFAULT_WAYS = (
     "whole",
     "chunked-256",
     "chunked-1024",
     "streamed-1",
-    "streamed-2",
     "streamed-4",
     "streamed-8th",
-    "auto",
+    AUTO,
 )
+WAYS = (*DEFAULT_WAYS, "streamed-2")
 GROUPS = 8  # of `streamed-8th`, about: its layer groups are an eighth of the layers
 LARGE_GB = 1.0  # above it, only these geometries run by default:
 LARGE = ("llama-3.1-8b", "gemma-3-12b")
@@ -53,8 +60,10 @@ LINK_LIMIT_GB = 0.5  # the largest size behind an emulated link
 FIXED_REPEATS = 20
 FIXED_LAYER_MS = 1.0  # a paced prefill of one token, whose tail is the fixed cost
 HEADROOM_NBYTES = 512 << 20  # beside slot and lane: both processes, and what else runs
-_COPY_S_PER_GB = 0.4  # of writing a slot and importing it, for the estimate only
-_REST_S = 0.15  # of each row beside that: the idle check, the drain
+
+# For the estimate: copies of all KV that a row waits for, what it takes beside them (the idle
+# check, the drain), the start of a stand, and making and dropping a slab that two processes map.
+_COPIES, _REST_S, _START_S, _SLAB_S_PER_GB = 2.5, 0.12, 0.6, 3.0
 
 
 class Setting(NamedTuple):
@@ -133,13 +142,16 @@ class Cell:
             for route in order if repeat % 2 == 0 else reversed(order):
                 yield {"measure": measure, **self.key, "route": route, "repeat": repeat}
 
-    def seconds(self) -> float:
-        """How long it is expected to take."""
+    def seconds(self, gb_per_s: float) -> float:
+        """How long it is expected to take where a copy has this speed, GB/s."""
         pace, link = self.setting.pace_gb_per_s, self.setting.link_gb_per_s
-        each = self.size_gb * _COPY_S_PER_GB + _REST_S
+        copy_s = self.size_gb / gb_per_s
+        each = _COPIES * copy_s + _REST_S
         each += self.size_gb / pace if pace else 0.0
         each += self.size_gb / link / 2 if link else 0.0  # whole waits for all of it, others do not
-        return (2 + len(self.routes) * self.repeats) * each + 1 + 2 * self.size_gb
+        stands = len({route == AUTO for route in self.routes})
+        start = stands * (_START_S + _SLAB_S_PER_GB * self.size_gb + each)
+        return start + len(self.routes) * self.repeats * each
 
 
 def label_of(way: str, geometry: Geometry) -> str:
@@ -149,7 +161,7 @@ def label_of(way: str, geometry: Geometry) -> str:
 
 def options_of(label: str) -> RequestOptions:
     """The request that a row's route stands for."""
-    if label == "auto":
+    if label == AUTO:
         return RequestOptions(route="auto", max_tokens=1)
     if label == "whole":
         return RequestOptions(route="whole", max_tokens=1)
@@ -171,7 +183,7 @@ def cells_of(
     geometries: Sequence[str],
     sizes_gb: Sequence[float],
     settings: Sequence[Setting],
-    ways: Sequence[str] = WAYS,
+    ways: Sequence[str] = DEFAULT_WAYS,
     *,
     repeats: int = 0,
     all_large: bool = False,
@@ -207,57 +219,82 @@ def cells_of(
 def run(cells: Sequence[Cell], file: RowFile, say: Callable[[str], None]) -> None:
     """Measure what `file` does not hold yet; `say` is told how far it is.
 
-    A cell that does not fit into memory is told, and a row says so.
+    A cell that does not fit into memory is told, and a row says so; where only the second source
+    and owner of `auto` do not fit, that is left out alone.
+
+    Raises:
+        RequestFailed: a request did not finish.
     """
     left = [cell for cell in cells if any(row not in file for row in cell.rows())]
-    seconds = sum(cell.seconds() for cell in left)
-    say(f"{len(left)} of {len(cells)} cells are to be measured, in about {seconds / 60:.0f} min")
+    gb_per_s = 1 / probe().copy_ns_per_byte if left else 1.0
+    seconds = sum(cell.seconds(gb_per_s) for cell in left)
+    say(f"{len(left)} of {len(cells)} cells are to be measured, in about {seconds / 60:.1f} min")
     for number, cell in enumerate(left, 1):
-        say(f"{number}/{len(left)}: {cell.words}: about {cell.seconds():.0f} s")
+        say(f"{number}/{len(left)}: {cell.words}: about {cell.seconds(gb_per_s):.0f} s")
+        missing = [row for row in cell.rows() if row not in file]
+        skipped = _skipped(cell, {row["route"] for row in missing}, file, say)
+        missing = [row for row in missing if row["route"] not in skipped]
+        with ExitStack() as stack:
+            benches = {
+                of_auto: stack.enter_context(CurveBench(cell, warm_up=not of_auto))
+                for of_auto in dict.fromkeys(row["route"] == AUTO for row in missing)
+            }
+            for row in missing:
+                bench = benches[row["route"] == AUTO]
+                file.append({**row, **bench.measure(options_of(row["route"]))})
+
+
+def _skipped(cell: Cell, routes: set[str], file: RowFile, say: Callable[[str], None]) -> set[str]:
+    """Those of the routes that there is no memory for; `file` and `say` are told why."""
+    nbytes = _needed_nbytes(cell)
+    tries = [("", nbytes, routes)]
+    if AUTO in routes and len(routes) > 1:
+        tries.append((AUTO, 2 * nbytes, {AUTO}))
+    for route, needed, left_out in tries:
+        what = f"{cell.words}, auto beside the others" if route else cell.words
         try:
-            require_memory(_needed_nbytes(cell), cell.words)
+            require_memory(needed + HEADROOM_NBYTES, what)
         except Refused as exc:
             say(f"skipped: {exc}")
-            skipped = {"measure": "skipped", **cell.key, "route": "", "repeat": 0}
-            if skipped not in file:
-                file.append({**skipped, "skipped": str(exc)})
-            continue
-        with CurveBench(cell) as bench:
-            bench.warm_up()
-            for row in cell.rows():
-                if row not in file:
-                    file.append({**row, **bench.measure(options_of(row["route"]))})
+            row = {"measure": "skipped", **cell.key, "route": route, "repeat": 0}
+            file.append({**row, "skipped": str(exc)})
+            return left_out
+    return set()
 
 
 class CurveBench:
     """One source, slab, lane and owner, for prompts of one length in one setting."""
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: Cell, *, warm_up: bool = True) -> None:
+        """`warm_up`: with a prompt of the full length by the whole route, else of one token."""
         self._cell = cell
         self._prompt = cell.prompt
+        self._served = 0
         num_tokens, setting = self._prompt.num_tokens, cell.setting
-        source = SourceHandle("replay", _source_options(cell), num_slots=1)
-        source.start()
-        try:
+        with ExitStack() as undo:
+            source = SourceHandle("replay", _source_options(cell), num_slots=1)
+            undo.callback(source.close)
+            source.start()
             decoder: Decoder = NullDecoder(cell.geometry.decoder(), context=num_tokens, lanes=1)
+            if setting.link_gb_per_s:
+                decoder = LinkDecoder(decoder, setting.link_gb_per_s * 1e9)
+            self._stand = Stand(source, decoder, context=num_tokens)
+            undo.pop_all()
+        try:
+            self._stand.serve([1] * (num_tokens if warm_up else 1), options_of("whole"))
         except BaseException:
-            source.close()
+            self.close()
             raise
-        if setting.link_gb_per_s:
-            decoder = LinkDecoder(decoder, setting.link_gb_per_s * 1e9)
-        self._stand = Stand(source, decoder, context=num_tokens)
 
     def __enter__(self) -> CurveBench:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stand.close()
+        self.close()
 
-    def warm_up(self) -> None:
-        """What the first request pays for and others find done; `auto` probes the machine then."""
-        for route in ("whole", "auto"):
-            if route == "whole" or route in self._cell.routes:
-                self.measure(options_of(route))
+    def close(self) -> None:
+        """End the owner, its decoder and its source."""
+        self._stand.close()
 
     def measure(self, options: RequestOptions) -> dict[str, Any]:
         """One hand-off: its times in ns from request and source, bytes and CPU.
@@ -268,6 +305,7 @@ class CurveBench:
         pid, setting = self._stand.handle.pid, self._cell.setting
         begun = time.process_time_ns(), first_thread_ns(pid)
         request = self._stand.serve([1] * self._prompt.num_tokens, options)
+        self._served += 1
         owner_ns = time.process_time_ns() - begun[0]
         source_ns = first_thread_ns(pid) - begun[1]
         measured = request.measured
@@ -281,6 +319,7 @@ class CurveBench:
             "chunk": options.chunk,
             "prefill_chunk": options.prefill_chunk,
             "choice": choice_of(request),
+            "nth": self._served if options.route == "auto" else 0,
             "prefill_ns": measured.source_final_ns - measured.prefill_begun_ns,
             "tail_ns": measured.published_ns - measured.source_final_ns,
             "tail_from_last_group_ns": measured.published_ns - measured.last_group_ns,
@@ -305,9 +344,8 @@ def _layers_of(way: str, geometry: Geometry) -> int:
 
 
 def _needed_nbytes(cell: Cell) -> int:
-    """A slot and a lane, and what is kept free beside them."""
-    nbytes = slot_layout(cell.geometry.decoder(), cell.prompt.num_tokens).nbytes
-    return 2 * nbytes + HEADROOM_NBYTES
+    """A slot and a lane."""
+    return 2 * slot_layout(cell.geometry.decoder(), cell.prompt.num_tokens).nbytes
 
 
 def _source_options(cell: Cell) -> dict[str, Any]:

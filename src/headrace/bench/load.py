@@ -1,13 +1,16 @@
 """Many requests at once: throughput and TTFT by route, and what imports cost those who decode.
 
 `serving`: as many requests in flight as asked, one following the other, through one owner, one
-source and the cpu decoder. `token`: see `headrace.bench.neighbours`. The source is paced unless
+source and the cpu decoder. `auto` has an owner, a source and a decoder of its own, which serve
+nothing else but one short prompt before it; `nth` tells which of its requests, at this many in
+flight, a row begins with. `token`: see `headrace.bench.neighbours`. The source is paced unless
 torch is asked for: KV then comes faster than this machine's CPU would compute it.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,11 +22,17 @@ from headrace.backends.load import open_decoder
 from headrace.bench import paced
 from headrace.bench.discarding import DiscardingDecoder
 from headrace.bench.families import prefill_s, random_prompt
-from headrace.bench.neighbours import NEIGHBOUR_PROMPT, Neighbourhood, arms_of
+from headrace.bench.neighbours import (
+    ARRIVAL_ROUTES,
+    NEIGHBOUR_PROMPT,
+    ArrivalRoute,
+    Neighbourhood,
+    arms_of,
+)
 from headrace.bench.rows import RowFile, busy_share
 from headrace.bench.stand import Stand, choice_of, finished, load_1min, pairing_facts
 from headrace.bench.ttft import measured_of
-from headrace.bench.ttft_points import MARGIN, order_of
+from headrace.bench.ttft_points import AUTO, MARGIN, order_of
 from headrace.engine.text import max_positions_of
 from headrace.errors import Refused
 from headrace.geometry import Manifest
@@ -45,6 +54,7 @@ KEY = (
     "block",
 )
 ROUTES: tuple[AskedRoute, ...] = ("whole", "streamed", "auto")
+WARM_UP_TOKENS = 4  # of the prompt that the owner of `auto` served before
 LEAST_REQUESTS = 6  # of one serving row, and twice as many as are in flight
 NEIGHBOUR_TOKENS = 1000
 WINDOW_S = 0.1  # of the idle check
@@ -112,7 +122,8 @@ class Setting:
         )
         arms = len(self.neighbours) * len(self.rates_mb_s) * self.rounds * len(arms_of())
         beside = arms * (self.block_s + 6 * _STEP_S)
-        stands = bool(self.in_flight) + len(self.rates_mb_s) * bool(self.neighbours)
+        beside += len(self.neighbours) * len(self.rates_mb_s) * len(ARRIVAL_ROUTES) * self.block_s
+        stands = 2 * bool(self.in_flight) + len(self.rates_mb_s) * bool(self.neighbours)
         return stands * _START_S + len(ROUTES) * self.repeats * served + beside
 
 
@@ -124,21 +135,19 @@ def requests_of(in_flight: int) -> int:
 def run(setting: Setting, file: RowFile) -> Iterator[dict[str, Any]]:
     """Measure what `file` does not hold yet, append it there, and yield each row.
 
+    Where the second stand of `auto` has no room, its rows say so.
+
     Raises:
         RequestFailed: a request did not end as it must.
     """
     for row in _rows(setting, file):
-        file.append(row)
-        yield row
+        yield file.append(row)
 
 
 def _rows(setting: Setting, file: RowFile) -> Iterator[dict[str, Any]]:
     missing = [cell for cell in _cells(setting) if cell not in file]
     if missing:
-        with _open_serving(setting) as stand:
-            _warm_up(stand, setting)
-            for cell in missing:
-                yield cell | _serve(stand, setting, cell["route"], cell["in_flight"])
+        yield from _serving_rows(setting, missing)
     for rate_mb_s in setting.rates_mb_s:
         left = [
             (each, number)
@@ -170,9 +179,46 @@ def _cells(setting: Setting) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _warm_up(stand: Stand, setting: Setting) -> None:
-    for route in ROUTES:
-        _serve(stand, setting, route, 1)
+def _serving_rows(setting: Setting, missing: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    served: Counter[int] = Counter()  # requests of `auto` by how many are in flight
+    with ExitStack() as stack:
+        stands, refusal = _serving_stands(setting, {cell["route"] for cell in missing}, stack)
+        for cell in missing:
+            route, in_flight = cell["route"], cell["in_flight"]
+            if route == AUTO and refusal:
+                yield cell | {"skipped": refusal}
+                continue
+            row = cell | _serve(stands[route == AUTO], setting, route, in_flight)
+            nth = served[in_flight] + 1 if route == AUTO else 0
+            if route == AUTO:
+                served[in_flight] += row["requests"]
+            yield row | {"nth": nth}
+
+
+def _serving_stands(
+    setting: Setting, routes: set[AskedRoute], stack: ExitStack
+) -> tuple[dict[bool, Stand], str]:
+    """What serves the routes, warm: False is for the fixed ones and True for `auto`.
+
+    With it why there is nothing for `auto`, if there is no room for it.
+    """
+    stands: dict[bool, Stand] = {}
+    for of_auto in sorted({route == AUTO for route in routes}):
+        try:
+            stand = stack.enter_context(_open_serving(setting))
+        except Refused as exc:
+            if not stands:
+                raise
+            return stands, str(exc)
+        stands[of_auto] = stand
+        if of_auto:
+            few = random_prompt(WARM_UP_TOKENS, stand.decoder.manifest().vocab_size)
+            stand.serve(few, RequestOptions(max_tokens=setting.tokens))
+        else:
+            for route in ROUTES:
+                if route != AUTO:
+                    _serve(stand, setting, route, 1)
+    return stands, ""
 
 
 def _serve(stand: Stand, setting: Setting, route: AskedRoute, in_flight: int) -> dict[str, Any]:
@@ -229,10 +275,11 @@ def _round(
             "rate_mb_s": rate_mb_s,
             "neighbours": neighbours,
             "arm": arm,
+            "route": route,
             "block": 2 * number + block,
             "order": order,
         }
-        for order, (block, arm) in enumerate(arms_of())
+        for order, (block, arm, route) in enumerate(arms_of())
     ]
 
 
@@ -246,7 +293,7 @@ def _token_rows(
     prompt = random_prompt(setting.import_prompt, manifest.vocab_size)
     nominal_ns = round(paced.kv_nbytes(manifest, len(prompt)) / rate_mb_s * 1e3)
     source = _paced(manifest, len(prompt), rate_mb_s)
-    periods_ns: dict[int, int] = {}
+    periods_ns: dict[int, dict[ArrivalRoute, int]] = {}
     with _stand(source, decoder, setting.context) as stand:
         near = Neighbourhood(
             stand, decoder, prompt, context=setting.context, block_s=setting.block_s
@@ -255,19 +302,22 @@ def _token_rows(
             busy = busy_share(WINDOW_S)
             if neighbours not in periods_ns:
                 with near.decoding(neighbours):
-                    periods_ns[neighbours] = near.carried_period_ns(nominal_ns)
+                    periods_ns[neighbours] = {
+                        route: near.carried_period_ns(nominal_ns, route) for route in ARRIVAL_ROUTES
+                    }
             facts = {
                 "prompt_tokens": len(prompt),
                 "nominal_period_ns": nominal_ns,
-                "period_ns": periods_ns[neighbours],
                 "busy_before": round(busy, 3),
                 "pairing": pairing_facts(cpu),
             }
             with near.decoding(neighbours):
                 for row in _round(setting, rate_mb_s, neighbours, number):
-                    measured = near.block(row["arm"], periods_ns[neighbours])
+                    period_ns = periods_ns[neighbours].get(row["route"], nominal_ns)
+                    measured = near.block(row["arm"], period_ns, row["route"])
                     if row not in file:
-                        yield row | facts | measured | {"load_1min": load_1min()}
+                        took = {"period_ns": period_ns, "load_1min": load_1min()}
+                        yield row | facts | measured | took
 
 
 def _open_serving(setting: Setting) -> Stand:

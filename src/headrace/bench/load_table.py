@@ -1,7 +1,10 @@
 """What the rows of `bench load` say, and how they do against the goals, from rows alone.
 
-Ratios are taken within a block or repeat: of two arms that were looked at within seconds. The mean
-counts every import that fell between two tokens, the median the usual gap; the goal holds for both.
+Ratios are taken within a block or repeat of one run: of two arms that were looked at within
+seconds. The mean counts every import that fell between two tokens, the median the usual gap; the
+goal holds for both. `auto` is judged by the median TTFT of all its requests over that of a fixed
+route; beside it stands the first request that it served at this many in flight, over the first ones
+of that route's rows.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from headrace.bench.curve_table import AUTO_ALLOWANCE
+from headrace.bench.curve_table import AUTO, AUTO_ALLOWANCE
 from headrace.bench.faults.table import Figure
-from headrace.bench.rows import Spread, percentile, spread
+from headrace.bench.rows import Spread, pairs, percentile, spread
 
 Rows = list[dict[str, Any]]
 
@@ -46,9 +49,11 @@ class TokenKey(NamedTuple):
     model: str
     rate_mb_s: float
     neighbours: int
+    route: str
 
     def __str__(self) -> str:
-        return f"{self.model}, KV paced at {self.rate_mb_s:g} MB/s, {self.neighbours} decoding"
+        pace = f"KV paced at {self.rate_mb_s:g} MB/s and {self.route}"
+        return f"{self.model}, {pace}, {self.neighbours} decoding"
 
 
 @dataclass(frozen=True)
@@ -125,16 +130,16 @@ def figures(rows: Iterable[dict[str, Any]]) -> Iterator[Figure]:
             name = f"KV imported per token, {key}, real to discarded"
             yield _at_most(name, spread(same), None)
     for serving, routes in _serving(rows).items():
-        for what, route, bound in (
-            ("ttft_ns", "auto", AUTO_ALLOWANCE),
-            ("ttft_ns", "streamed", None),
-            ("elapsed_ns", "auto", None),
-            ("elapsed_ns", "streamed", None),
+        yield from _auto(serving, routes)
+        for what, route in (
+            ("ttft_ns", "streamed"),
+            ("elapsed_ns", AUTO),
+            ("elapsed_ns", "streamed"),
         ):
             ratios = _to_whole(routes, route, what)
             if ratios:
                 words = "TTFT" if what == "ttft_ns" else "time for all requests"
-                yield _at_most(f"{words}, {serving}, {route} to whole", spread(ratios), bound)
+                yield _at_most(f"{words}, {serving}, {route} to whole", spread(ratios), None)
 
 
 def token_ratios(arms: dict[str, Rows], base: str, name: str) -> list[float]:
@@ -148,43 +153,64 @@ def by_arm(rows: Iterable[dict[str, Any]]) -> dict[TokenKey, dict[str, Rows]]:
 
 
 def _paired(
-    arms: dict[str, Rows], base: str, measure: Callable[[dict[str, Any]], float]
+    arms: dict[str, Rows], base: str, measure: Callable[[Mapping[str, Any]], float]
 ) -> list[float]:
-    of_base = {row["block"]: measure(row) for row in arms.get(base, [])}
-    mine = [(row, of_base.get(row["block"])) for row in arms.get("real", [])]
-    return [measure(row) / other for row, other in mine if other]
+    met = pairs(arms.get("real", []), arms.get(base, []), "block")
+    measured = [(measure(row), measure(other)) for row, other in met]
+    return [mine / its for mine, its in measured if its]
 
 
-def _nbytes_per_token(row: dict[str, Any]) -> float:
+def _nbytes_per_token(row: Mapping[str, Any]) -> float:
     return float(row["imported_nbytes"] / max(1, len(row["gaps_ns"])))
 
 
 def _to_whole(routes: dict[str, Rows], route: str, what: str) -> list[float]:
     """Medians of a repeat's requests, of one route over the whole route."""
 
-    def value(row: dict[str, Any]) -> float:
+    def value(row: Mapping[str, Any]) -> float:
         found = row[what]
         return statistics.median(found) if isinstance(found, list) else float(found)
 
-    whole = {row["repeat"]: value(row) for row in routes.get("whole", [])}
-    mine = routes.get(route, [])
-    return [value(row) / whole[row["repeat"]] for row in mine if row["repeat"] in whole]
+    met = pairs(routes.get(route, []), routes.get("whole", []), "repeat")
+    return [value(row) / value(other) for row, other in met]
+
+
+def _auto(serving: ServingKey, routes: dict[str, Rows]) -> Iterator[Figure]:
+    """`auto` to whole and to the fixed route with the lowest median."""
+    medians = {
+        route: statistics.median(ns for row in mine for ns in row["ttft_ns"])
+        for route, mine in routes.items()
+    }
+    best = min((route for route in medians if route != AUTO), key=medians.__getitem__, default="")
+    for base in dict.fromkeys(("whole", best)):
+        if AUTO not in routes or base not in routes:
+            continue
+        name = f"TTFT, {serving}, auto to {base}" + (", the best fixed" if base == best else "")
+        ratio = spread([ns / medians[base] for row in routes[AUTO] for ns in row["ttft_ns"]])
+        figure = _at_most(name, ratio, AUTO_ALLOWANCE)
+        first_ns = statistics.median(row["ttft_ns"][0] for row in routes[base])
+        firsts = [row["ttft_ns"][0] for row in routes[AUTO] if row.get("nth") == 1]
+        told = "".join(f"; first request {ns / first_ns:.4f}" for ns in firsts)
+        yield figure._replace(result=figure.result + told)
 
 
 def _serving(rows: Iterable[dict[str, Any]]) -> dict[ServingKey, dict[str, Rows]]:
     found: dict[ServingKey, dict[str, Rows]] = {}
     for row in rows:
-        if row["measure"] == "serving":
+        if row["measure"] == "serving" and "skipped" not in row:
             key = ServingKey(*(row[name] for name in ServingKey._fields))
             found.setdefault(key, {}).setdefault(row["route"], []).append(row)
     return found
 
 
 def _token(rows: Iterable[dict[str, Any]]) -> dict[TokenKey, dict[str, Rows]]:
+    """Where nothing arrived, a row stands beside the arrivals of every route."""
+    mine = [row for row in rows if row["measure"] == "token"]
+    routes = list(dict.fromkeys(row["route"] for row in mine if row["route"]))
     found: dict[TokenKey, dict[str, Rows]] = {}
-    for row in rows:
-        if row["measure"] == "token":
-            key = TokenKey(*(row[name] for name in TokenKey._fields))
+    for row in mine:
+        for route in [row["route"]] if row["route"] else routes:
+            key = TokenKey(row["model"], row["rate_mb_s"], row["neighbours"], route)
             found.setdefault(key, {}).setdefault(row["arm"], []).append(row)
     return found
 

@@ -2,8 +2,9 @@
 
 `real`: a source prefills request after request, and each is imported. `discarded`: the same source,
 prompt, messages and arrivals, and the decoder accepts each import and copies nothing. `none`: no
-prefill at all. In the first two every such request is withdrawn when its last byte is in, before it
-could be published, so that the arms differ in the copying alone.
+prefill at all. The first two are there once with arrivals that are streamed and once with arrivals
+that come whole; both are compared with the same `none`. Every arrival is withdrawn when its last
+byte is in, before it could be published, so that the arms differ in the copying alone.
 
 Arrivals keep a period that an owner with real imports can carry, or the control arm, whose imports
 take no time, would have more of them. Token time is the gap between two tokens of one neighbour.
@@ -26,7 +27,15 @@ from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.requests import Request, RequestOptions
 
 Arm = Literal["real", "discarded", "none"]
-ARMS: Final[tuple[Arm, ...]] = ("real", "discarded", "none")
+ArrivalRoute = Literal["streamed", "whole"]
+ARRIVAL_ROUTES: Final[tuple[ArrivalRoute, ...]] = ("streamed", "whole")
+ARMS: Final[tuple[tuple[Arm, ArrivalRoute | None], ...]] = (
+    ("real", "streamed"),
+    ("discarded", "streamed"),
+    ("none", None),
+    ("real", "whole"),
+    ("discarded", "whole"),
+)
 
 NEIGHBOUR_PROMPT: Final = 32
 LEAST_TOKENS: Final = 4  # of each neighbour in one arm of a block,
@@ -37,9 +46,9 @@ DRAIN_S: Final = 60.0
 _TURN_S: Final = 0.05
 
 
-def arms_of() -> list[tuple[int, Arm]]:
+def arms_of() -> list[tuple[int, Arm, ArrivalRoute | None]]:
     """A round: block 0 with each arm once, block 1 with each in the reverse order."""
-    return [(0, arm) for arm in ARMS] + [(1, arm) for arm in reversed(ARMS)]
+    return [(0, *arm) for arm in ARMS] + [(1, *arm) for arm in reversed(ARMS)]
 
 
 class Neighbourhood:
@@ -83,9 +92,9 @@ class Neighbourhood:
                 self._owner.cancel(request)
             self._owner.drain(DRAIN_S)
 
-    def carried_period_ns(self, nominal_ns: int) -> int:
+    def carried_period_ns(self, nominal_ns: int, route: ArrivalRoute = "streamed") -> int:
         """The period at which the owner can import request after request beside them."""
-        arrivals = Arrivals(self._owner, self._prompt, 0)
+        arrivals = Arrivals(self._owner, self._prompt, 0, route)
         begun_ns = time.monotonic_ns()
         most = self._most_tokens()
         marks = self._marks()
@@ -100,15 +109,21 @@ class Neighbourhood:
         self._stop(arrivals)
         return max(nominal_ns, round(SLACK * each_ns))
 
-    def block(self, arm: Arm, period_ns: int) -> dict[str, Any]:
+    def block(
+        self, arm: Arm, period_ns: int, route: ArrivalRoute | None = "streamed"
+    ) -> dict[str, Any]:
         """One arm of one block: the gaps of all neighbours, and what was imported meanwhile.
+
+        `period_ns`, `route`: of the arrivals; without a route nothing arrives.
 
         Raises:
             RequestFailed: a neighbour came to its end. LocalProtocolError: something was published
             that must not be.
         """
         self._decoder.discarding = arm == "discarded"
-        arrivals = None if arm == "none" else Arrivals(self._owner, self._prompt, period_ns)
+        arrivals = None
+        if arm != "none" and route is not None:
+            arrivals = Arrivals(self._owner, self._prompt, period_ns, route)
         try:
             marks = self._marks()
             self._turn_until(lambda: self._given(marks) >= LEAD_TOKENS, arrivals)
@@ -176,11 +191,18 @@ _NOTHING = {"requests": 0, "imported_nbytes": 0, "chunks": 0, "late": 0}
 class Arrivals:
     """Requests at a steady period, each withdrawn with its last byte; one at a time."""
 
-    def __init__(self, owner: DecoderOwner, prompt: Sequence[int], period_ns: int) -> None:
+    def __init__(
+        self,
+        owner: DecoderOwner,
+        prompt: Sequence[int],
+        period_ns: int,
+        route: ArrivalRoute = "streamed",
+    ) -> None:
         self.completed = 0
         self._owner = owner
         self._prompt = prompt
         self._period_ns = period_ns
+        self._options = RequestOptions(route=route, max_tokens=1)
         self._due_ns = time.monotonic_ns()
         self._current: Request | None = None
         self._stopped = False
@@ -214,8 +236,7 @@ class Arrivals:
         self._waits = False
         self._due_ns = max(self._due_ns + self._period_ns, now_ns)
         self._of_current = 0
-        options = RequestOptions(route="streamed", max_tokens=1)
-        self._current = self._owner.submit(self._prompt, options, on_progress=self._progress)
+        self._current = self._owner.submit(self._prompt, self._options, on_progress=self._progress)
         self._all.append(self._current)
 
     def stop(self) -> None:

@@ -66,19 +66,31 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 class RowFile:
     """A file that grows row by row, so that a run that was cut short can be gone on with.
 
-    Each run writes its stamp before its first row. What identifies a row are the values of `key`.
+    Each run writes its stamp, with its settings, before its first row, and each row tells the
+    number of its `run`. What identifies a row are the values of `key`; a row that tells why
+    something was `skipped` stands for no measured one.
     """
 
     def __init__(
-        self, path: Path | None, claim: str, key: Sequence[str], *, resume: bool = False
+        self,
+        path: Path | None,
+        claim: str,
+        key: Sequence[str],
+        *,
+        settings: Mapping[str, Any] | None = None,
+        resume: bool = False,
     ) -> None:
-        """With `resume`, the rows that are there are kept; else they are replaced.
+        """With `resume`, the rows that are there are kept, but for those that were skipped; else
+        they are replaced. `settings`: what the rows depend on beside their key.
 
         Raises:
-            Refused: the file to go on with holds the rows of another claim, or no rows.
+            Refused: the file to go on with holds the rows of another claim or of other settings, or
+            no rows.
         """
         self._path, self._claim, self._key = path, claim, tuple(key)
+        self._settings = json.loads(json.dumps(dict(settings or {})))
         self._stamped = False
+        self._run = 0
         self.rows: list[dict[str, Any]] = []
         if path is None:
             return
@@ -89,29 +101,64 @@ class RowFile:
             path.write_text("")
 
     def __contains__(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row with the same key is there."""
-        return self._key_of(row) in {self._key_of(each) for each in self.rows}
+        """Whether a row with the same key was measured."""
+        key = self._key_of(row)
+        return any(key == self._key_of(each) for each in self.rows if "skipped" not in each)
 
-    def append(self, row: dict[str, Any]) -> None:
-        """Add a row and write it out."""
+    def append(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Add a row and write it out; returns it as it was written."""
+        row = {**row, "run": self._run}
         self.rows.append(row)
         if self._path is None:
-            return
-        lines = [] if self._stamped else [{"claim": self._claim, "stamp": stamp()}]
-        self._stamped = True
+            return row
+        lines = [row]
+        if not self._stamped:
+            about = {"claim": self._claim, "settings": self._settings, "stamp": stamp()}
+            lines.insert(0, about)
+            self._stamped = True
         with self._path.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in (*lines, row))
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        return row
 
     def _take_up(self, path: Path) -> None:
         lines = _read_lines(path)
-        claims = {line["claim"] for line in lines if "stamp" in line}
+        stamps = [line for line in lines if "stamp" in line]
+        claims = {line["claim"] for line in stamps}
         if claims - {self._claim}:
             raise Refused(f"{path} holds rows of {', '.join(sorted(claims))}, not {self._claim}")
+        for line in stamps:
+            self._check_settings(path, line.get("settings", {}))
+        self._run = len(stamps)
+        lines = [line for line in lines if "skipped" not in line]
         self.rows = [line for line in lines if "stamp" not in line]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        whole = path.with_name(f"{path.name}.new")
+        whole.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        os.replace(whole, path)
+
+    def _check_settings(self, path: Path, theirs: Mapping[str, Any]) -> None:
+        names = [*self._settings, *(name for name in theirs if name not in self._settings)]
+        for name in names:
+            was, now = theirs.get(name), self._settings.get(name)
+            if was != now:
+                raise Refused(
+                    f"{path} was measured with {name} {was} and this run has {now}; "
+                    "go on with the same, or name another file"
+                )
 
     def _key_of(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(row.get(name) for name in self._key)
+
+
+def pairs(
+    rows: Iterable[Mapping[str, Any]], others: Iterable[Mapping[str, Any]], *names: str
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Rows with the other row that has the same values of `names` and is of the same run."""
+
+    def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return (row.get("run", 0), *(row[name] for name in names))
+
+    by_key = {key(other): other for other in others}
+    return [(row, by_key[key(row)]) for row in rows if key(row) in by_key]
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

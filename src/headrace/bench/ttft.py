@@ -4,6 +4,10 @@ A point is one model, prompt length, link and prefill chunk. At each point every
 same prompt from an idle owner, all routes once in a repeat; the next repeat takes them in the
 reverse order, the two after that begin with another route. Ratios are taken within a repeat.
 The source computes in its own process, the decoder in this one, with one thread each.
+
+`auto` has a source, a decoder and an owner of its own, which serve nothing else but one short
+prompt before it: what it knows, its own requests at the points of one model and link taught it.
+`nth` counts them at each point from 1.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from headrace.bench.families import random_prompt
 from headrace.bench.links import LinkDecoder
 from headrace.bench.rows import RowFile, busy_share
 from headrace.bench.stand import RequestFailed, Stand, choice_of, load_1min, pairing_facts
-from headrace.bench.ttft_points import MARGIN, Cut, Point, Subject, cuts_of, order_of
+from headrace.bench.ttft_points import AUTO, MARGIN, Cut, Point, Subject, cuts_of, order_of
 from headrace.engine.text import max_positions_of
 from headrace.errors import Refused
 from headrace.runtime.requests import Request, RequestOptions
@@ -29,7 +33,10 @@ CLAIM = "ttft"
 KEY = ("model", "prompt_tokens", "link_mb_s", "prefill_chunk", "label", "repeat")
 LINK_CHUNK_NBYTES = 1 << 20  # of an import, so that a slow link is shared finely
 LINK_LOOK_S = 2e-4  # between two looks at its fences: what a tail over a link may be too long by
-WARM_UP = ("whole", "streamed-1", "auto")
+WARM_UP = ("whole", "streamed-1")
+AUTO_WARM_UP_TOKENS = 4
+
+Missing = tuple[int, int, str]  # repeat, place in it, label
 
 
 def check_points(points: Sequence[Point]) -> None:
@@ -47,7 +54,8 @@ def check_points(points: Sequence[Point]) -> None:
 def run(points: Sequence[Point], file: RowFile) -> Iterator[dict[str, Any]]:
     """Measure what `file` does not hold yet, append it there, and yield each row.
 
-    Points of one model and link that follow each other share their processes.
+    Points of one model and link that follow each other share their processes. Where those of
+    `auto` have no room beside the others, a row says so.
 
     Raises:
         RequestFailed: a request did not finish.
@@ -57,17 +65,50 @@ def run(points: Sequence[Point], file: RowFile) -> Iterator[dict[str, Any]]:
         mine = [(point, missing) for point in group if (missing := list(_missing(point, file)))]
         if not mine:
             continue
-        longest = max(point.num_tokens for point, _ in mine)
-        with _open(subject, longest + MARGIN, link_mb_s) as stand:
-            _warm_up(stand, subject, min(point.num_tokens for point, _ in mine))
+        with ExitStack() as stack:
+            stands, refusal = _stands(subject, link_mb_s, mine, stack)
             for point, missing in mine:
+                nth = 0
                 for repeat, order, label in missing:
-                    row = _one(stand, point, label) | {"repeat": repeat, "order": order}
-                    file.append(row)
-                    yield row
+                    place = {"repeat": repeat, "order": order}
+                    if label == AUTO and refusal:
+                        file.append(_identity(point, label) | place | {"skipped": refusal})
+                        continue
+                    nth += label == AUTO
+                    place["nth"] = nth if label == AUTO else 0
+                    yield file.append(_one(stands[label == AUTO], point, label) | place)
 
 
-def _missing(point: Point, file: RowFile) -> Iterator[tuple[int, int, str]]:
+def _stands(
+    subject: Subject,
+    link_mb_s: float,
+    mine: Sequence[tuple[Point, Sequence[Missing]]],
+    stack: ExitStack,
+) -> tuple[dict[bool, Stand], str]:
+    """What serves the missing rows, warm: False is for the fixed routes and True for `auto`.
+
+    With it why there is nothing for `auto`, if there is no room for it.
+    """
+    context = max(point.num_tokens for point, _ in mine) + MARGIN
+    needed = {label == AUTO for _, missing in mine for _, _, label in missing}
+    stands: dict[bool, Stand] = {}
+    for of_auto in sorted(needed):
+        try:
+            stand = stack.enter_context(_open(subject, context, link_mb_s))
+        except Refused as exc:
+            if not of_auto or not stands:
+                raise
+            return stands, str(exc)
+        stands[of_auto] = stand
+        if of_auto:
+            few = random_prompt(AUTO_WARM_UP_TOKENS, subject.vocab_size)
+            stand.serve(few, RequestOptions(max_tokens=1))
+        else:
+            _warm_up(stand, subject, min(point.num_tokens for point, _ in mine))
+    return stands, ""
+
+
+def _missing(point: Point, file: RowFile) -> Iterator[Missing]:
     for repeat in range(point.repeats):
         for order, label in enumerate(order_of(list(point.cuts), repeat)):
             if _identity(point, label) | {"repeat": repeat} not in file:
@@ -95,7 +136,7 @@ def _open(subject: Subject, context: int, link_mb_s: float) -> Stand:
 
 
 def _warm_up(stand: Stand, subject: Subject, num_tokens: int) -> None:
-    """What is done once in a process is done, and `auto` has seen each kind of route."""
+    """What is done once in a process is done."""
     prompt = random_prompt(num_tokens, subject.vocab_size)
     cuts = cuts_of(len(subject.layers), num_tokens)
     for label in WARM_UP:

@@ -17,11 +17,12 @@ from headrace.messages import AskedRoute
 CHUNK = 256  # positions of the chunked route's transfer chunk, without a prefill chunk
 GROUP_SIZES = (1, 4)
 ABOUT_GROUPS = 8
+AUTO = "auto"
 MARGIN = 16  # positions of a lane beyond the prompt
 
 SHORT = 256  # up to here a prompt is measured at least LEAST_SHORT times, else LEAST times
 LEAST_SHORT, LEAST, MOST = 5, 2, 10
-START_S = 6.0  # of a source and a decoder, once for each model and link
+START_S = 8.0  # of two sources and two decoders, once for each model and link
 BESIDE_S = 0.2  # the idle check before a request, and what is done after it
 
 
@@ -135,7 +136,7 @@ def cuts_of(layers: int, num_tokens: int, prefill_chunk: int = 0) -> dict[str, C
     if num_tokens > chunk:
         cuts["chunked"] = Cut("chunked", chunk=chunk)
     cuts |= {f"streamed-{size}": Cut("streamed", size) for size in sorted(sizes)}
-    return cuts | {"auto": Cut("auto")}
+    return cuts | {AUTO: Cut("auto")}
 
 
 def order_of(labels: Sequence[str], repeat: int) -> list[str]:

@@ -1,8 +1,11 @@
 """What the rows of `bench ttft` say, route by route and against the goals, from rows alone.
 
-T is the median tail of the whole route at the same point: what the same hand-off takes alone. The
-hidden share of a route is 1 - tail / T and its bound 1 - last group / all bytes; it is told where T
-is above timer noise and shorter than the prefill, since there is nothing else to hide behind.
+T is the median time in which the whole route imports at the same point: what the same import takes
+alone. The hidden share of a route is 1 - tail / T and its bound 1 - last group / all bytes; it is
+told where T is above timer noise and shorter than the prefill, since there is nothing else to hide
+behind. `saved` stands beside it: by how much the route's TTFT is below that of the whole route, as
+a share of that one's tail, which holds the writing too. It is not told where the whole route's own
+TTFT varies by more than that tail.
 """
 
 from __future__ import annotations
@@ -14,9 +17,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from headrace.bench.curve_table import AUTO_ALLOWANCE, GROUPS_JUDGED, share_wanted
+from headrace.bench.curve_table import (
+    GROUPS_JUDGED,
+    auto_figure,
+    saved_share,
+    share_wanted,
+)
 from headrace.bench.faults.table import Figure
-from headrace.bench.rows import Spread, spread
+from headrace.bench.rows import Spread, pairs, spread
+from headrace.bench.ttft_points import AUTO
 
 Rows = list[dict[str, Any]]
 
@@ -40,9 +49,9 @@ class PointKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """One route at one point. hidden is None where no share can be told. ttft_ratio: to the whole
-    route of the same repeat. early: the share of KV bytes that was imported before the prefill
-    ended. note: what `auto` came to.
+    """One route at one point. hidden, saved: None where no share can be told. ttft_ratio: to the
+    whole route of the same repeat and run. early: the share of KV bytes that was imported before
+    the prefill ended. note: what `auto` came to.
     """
 
     label: str
@@ -52,6 +61,7 @@ class Line:
     ttft_ms: Spread
     ttft_ratio: Spread | None
     hidden: float | None
+    saved: float | None
     bound: float
     early: float
     note: str
@@ -65,9 +75,9 @@ class PointRows:
         self.labels: dict[str, Rows] = {}
 
     @property
-    def whole_tail_ns(self) -> float | None:
+    def alone_ns(self) -> float | None:
         """T; None where the whole route was not measured."""
-        return self._median("whole", "tail_ns") if "whole" in self.labels else None
+        return self._median("whole", "import_ns") if "whole" in self.labels else None
 
     @property
     def repeats(self) -> int:
@@ -85,6 +95,7 @@ class PointRows:
                 self.in_ms(label, "ttft_ns"),
                 self.ratio(label, "whole"),
                 self.hidden(label),
+                self.saved(label),
                 1 - self._last_share(label),
                 statistics.median(row["nbytes_before_final"] / row["kv_nbytes"] for row in mine),
                 _choices(mine),
@@ -95,10 +106,9 @@ class PointRows:
         return spread([row[name] / 1e6 for row in self.labels[label]])
 
     def ratios(self, label: str, base: str, name: str) -> list[float]:
-        """One time of a label over that of another in the same repeat."""
-        of_base = {row["repeat"]: row[name] for row in self.labels.get(base, [])}
-        mine = self.labels.get(label, [])
-        return [row[name] / of_base[row["repeat"]] for row in mine if row["repeat"] in of_base]
+        """One time of a label over that of another in the same repeat and run."""
+        met = pairs(self.labels.get(label, []), self.labels.get(base, []), "repeat")
+        return [row[name] / other[name] for row, other in met]
 
     def ratio(self, label: str, base: str) -> Spread | None:
         """TTFT of a label over that of another; None where they share no repeat."""
@@ -107,16 +117,22 @@ class PointRows:
 
     def hidden(self, label: str) -> float | None:
         """The hidden share, from medians; None where none can be told."""
-        whole_ns = self.whole_tail_ns
-        if whole_ns is None or whole_ns < TIMER_NOISE_NS:
+        alone_ns = self.alone_ns
+        if alone_ns is None or alone_ns < TIMER_NOISE_NS:
             return None
-        if whole_ns >= self._median("whole", "prefill_ns"):
+        if alone_ns >= self._median("whole", "prefill_ns"):
             return None
-        return 1 - self._median(label, "tail_ns") / whole_ns
+        return 1 - self._median(label, "tail_ns") / alone_ns
+
+    def saved(self, label: str) -> float | None:
+        """What of the whole route's tail is no longer in the TTFT of another, from medians."""
+        if self.hidden(label) is None:
+            return None
+        return saved_share(self.labels[label], self.labels["whole"])
 
     def best_fixed(self) -> str | None:
         """The fixed route with the lowest median TTFT."""
-        fixed = [label for label in self.labels if label != "auto"]
+        fixed = [label for label in self.labels if label != AUTO]
         return min(fixed, key=lambda label: self._median(label, "ttft_ns"), default=None)
 
     def figures(self) -> Iterator[Figure]:
@@ -131,10 +147,10 @@ class PointRows:
                 yield Figure(name, goal, f"{hidden:.4f}", hidden >= wanted)
         best = self.best_fixed()
         for base in dict.fromkeys(("whole", best or "whole")):
-            ratio = self.ratio("auto", base)
-            if ratio is not None:
+            if AUTO in self.labels and base in self.labels:
                 words = f"auto to {base}" + (", the best fixed" if base == best else "")
-                yield _at_most(f"TTFT, {self.key}, {words}", ratio, AUTO_ALLOWANCE)
+                name = f"TTFT, {self.key}, {words}"
+                yield auto_figure(name, self.labels[AUTO], self.labels[base])
 
     def _median(self, label: str, name: str) -> float:
         return spread([row[name] for row in self.labels[label]]).median
@@ -147,7 +163,7 @@ class PointRows:
 def points(rows: Iterable[dict[str, Any]]) -> list[PointRows]:
     """The rows sorted into points, in their order."""
     found: dict[PointKey, PointRows] = {}
-    for row in rows:
+    for row in (each for each in rows if "skipped" not in each):
         key = PointKey(*(row[name] for name in PointKey._fields))
         point = found.setdefault(key, PointRows(key))
         point.labels.setdefault(row["label"], []).append(row)
@@ -188,7 +204,8 @@ def _noise(found: list[PointRows]) -> Iterator[Figure]:
     for point in found:
         whole = sorted(point.labels.get("whole", []), key=lambda row: int(row["repeat"]))
         mine = apart.setdefault(point.key.model, [])
-        mine += [abs(b["ttft_ns"] / a["ttft_ns"] - 1) for a, b in pairwise(whole)]
+        same_run = [(a, b) for a, b in pairwise(whole) if a.get("run") == b.get("run")]
+        mine += [abs(b["ttft_ns"] / a["ttft_ns"] - 1) for a, b in same_run]
     for model, differences in apart.items():
         if differences:
             name = f"TTFT, {model}, whole to itself a repeat later, difference"

@@ -1,9 +1,9 @@
 """What a source and the way to its owner cost, as learned from what was published.
 
 One request that was held up must not decide over those after it: figures are medians of the last
-ones, to which the first guess counts as several; where requests shared the owner only compute and
-the speed of imports are learned; and what is known of a route fades while it is not taken, so that
-it is tried again.
+ones; by how much predictions were off is believed only when several say so; where requests shared
+the owner only compute and the speed of imports are learned; and what is known of a route fades
+while it is not taken, so that it is tried again.
 """
 
 from __future__ import annotations
@@ -35,15 +35,18 @@ class Step(NamedTuple):
 
 
 class Figure:
-    """A figure that is learned: the median of the last samples, the first guess among them."""
+    """A figure that is learned: the median of the last samples.
 
-    def __init__(self, guess: float) -> None:
+    The first guess is among them as so many samples, or else holds until something is measured.
+    """
+
+    def __init__(self, guess: float, guesses: int = 0) -> None:
         self._guess = guess
-        self._samples = deque([guess] * GUESSES, maxlen=KEPT)
+        self._samples = deque([guess] * guesses, maxlen=KEPT)
 
     @property
     def value(self) -> float:
-        return statistics.median(self._samples)
+        return statistics.median(self._samples or [self._guess])
 
     def add(self, sample: float) -> None:
         """One more was measured."""
@@ -80,7 +83,8 @@ class Costs:
         self.piece_ns = 2 * announce_ns
         self.fixed_ns = 4 * announce_ns
         self.prefills: deque[Prefilled] = deque(maxlen=KEPT_PREFILLS)
-        self.off: dict[Route, Figure] = {route: Figure(1.0) for route in ROUTES}
+        self.off: dict[Route, Figure] = {route: Figure(1.0, GUESSES) for route in ROUTES}
+        self.knows_whole = False  # whether one that went whole had its owner to itself
         self._taken: Counter[Route] = Counter()
 
     def compute_ns(self, num_tokens: int, prefill_chunk: int) -> float | None:
@@ -133,7 +137,9 @@ class Costs:
         if options.route != "whole":
             writing_ns = self.write_ns_per_byte.value * plan.nbytes
             prefill_ns -= writing_ns + self.announce_ns * measured.groups
-        elif sample.alone and plan.nbytes >= LEAST_NBYTES:
+        elif sample.alone:
+            self.knows_whole = True
+        if options.route == "whole" and sample.alone and plan.nbytes >= LEAST_NBYTES:
             tail_ns = measured.published_ns - measured.source_final_ns
             writing_ns = max(0.0, tail_ns - measured.import_ns - self.fixed_ns)
             self.write_ns_per_byte.add(writing_ns / plan.nbytes)

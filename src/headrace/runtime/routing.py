@@ -37,6 +37,7 @@ from headrace.runtime.probe import Probe, probe
 from headrace.runtime.requests import RequestOptions
 
 LEAST_GAIN: Final = 0.005  # of the predicted time to the first token: below it, whole stays
+MOST_TRIED: Final = 1.25  # of the best: what the first whole request may cost, to be measured
 LEAST_GAIN_NS: Final = 100_000  # what two runs of the same request differ by on a quiet machine
 GROUP_LAYERS: Final = (1, 2, 4, 8, 16, 32)
 CHUNK_NBYTES: Final = SHARED_CHUNK_NBYTES  # of a span: beyond it, its import may as well begin
@@ -141,7 +142,8 @@ class RouteChooser:
         known_ns = costs.compute_ns(plan.num_tokens, options.prefill_chunk)
         copies = costs.write_ns_per_byte.value + costs.import_ns_per_byte.value
         compute_ns = copies * plan.nbytes if known_ns is None else known_ns
-        taken, reason = _best(costs, compute_ns, whole, candidates(plan, options, emits), slowdown)
+        known, others = known_ns is not None, candidates(plan, options, emits)
+        taken, reason = _best(costs, compute_ns, whole, others, slowdown, known=known)
         compute = "no prefill measured yet" if known_ns is None else f"compute {_ms(known_ns)}"
         speed = 1 / max(costs.import_ns_per_byte.value * slowdown, 1e-9)
         expected_ns = 0.0 if known_ns is None else costs.ideal_ns(known_ns, taken.steps, slowdown)
@@ -160,6 +162,8 @@ def _best(
     whole: Candidate,
     others: Iterable[Candidate],
     slowdown: float,
+    *,
+    known: bool,
 ) -> tuple[Candidate, str]:
     """The way to go, and why; of those that differ by next to nothing, the finest cut."""
     whole_ns = costs.predict_ns(compute_ns, whole.route, whole.steps, slowdown)
@@ -170,6 +174,8 @@ def _best(
         return whole, "nothing else can be told"
     enough_ns = min(ns for ns, _ in predicted) + LEAST_GAIN_NS
     best_ns, best = next(each for each in predicted if each[0] <= enough_ns)
+    if not costs.knows_whole and known and whole_ns <= MOST_TRIED * best_ns:
+        return whole, f"tried once, to be measured: {_ms(whole_ns)} against {_ms(best_ns)}"
     if whole_ns - best_ns < max(LEAST_GAIN * whole_ns, LEAST_GAIN_NS):
         reason = f"{best.name} would gain less than {100 * LEAST_GAIN:.1f} % or 0.1 ms"
         return whole, f"{reason}: {_ms(best_ns)} against {_ms(whole_ns)}"

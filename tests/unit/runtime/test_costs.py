@@ -55,7 +55,11 @@ def test_each_piece_costs_and_imports_wait_for_their_share() -> None:
 
 
 def test_a_figure_is_a_median_that_its_guess_begins() -> None:
-    figure = Figure(1.0)
+    assert Figure(7.0).value == 7.0
+    quick = Figure(7.0)
+    quick.add(2.0)
+    assert quick.value == 2.0
+    figure = Figure(1.0, GUESSES)
     for _ in range(GUESSES - 1):
         figure.add(50.0)
     assert figure.value == 1.0  # two that are far off change nothing
@@ -90,6 +94,7 @@ def test_what_is_learned_of_a_whole_request() -> None:
     assert costs.import_ns_per_byte.value == pytest.approx(400 * MS / plan.nbytes, rel=0.01)
     assert costs.write_ns_per_byte.value == pytest.approx(400 * MS / plan.nbytes, rel=0.01)
     assert costs.compute_ns(20_000, 0) == 500 * MS
+    assert costs.knows_whole
 
 
 @pytest.mark.parametrize("route", ["streamed", "chunked"])
@@ -97,6 +102,7 @@ def test_writing_is_no_compute_where_it_lies_in_the_prefill(route: Route) -> Non
     costs, plan = Costs(0.1, MS), plan_of(20_000)
     told = measured(plan, prefill_ms=500, tail_ms=9, import_ms=70, groups=8)
     costs.learn(sample_of(plan, told, RequestOptions(route=route)))
+    assert not costs.knows_whole
     writing_ns = 0.1 * plan.nbytes + 8 * MS
     assert costs.compute_ns(20_000, 0) == pytest.approx(500 * MS - writing_ns)
     costs.learn(sample_of(plan, measured(plan, prefill_ms=1), RequestOptions(route=route)))

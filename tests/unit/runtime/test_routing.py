@@ -158,6 +158,21 @@ def serve_by_auto(choose: RouteChooser, plan: Plan, late_ms: float = 0.0) -> Rou
     return choice
 
 
+def test_the_whole_route_is_tried_once_to_be_measured() -> None:
+    choose, plan = chooser(), plan_of(4000)
+    taken = [serve_by_auto(choose, plan) for _ in range(10)]
+    assert [choice.route for choice in taken] == ["streamed", "whole", *["streamed"] * 8]
+    assert "tried once" in taken[1].reason
+
+
+def test_what_would_cost_much_is_not_tried() -> None:
+    choose, plan = chooser(copy_ns=5.0), plan_of(8000)
+    choose.choose(SOURCE, plan, AUTO, BOTH)
+    told = measured(plan, prefill_ms=2000, tail_ms=10, import_ms=1300, groups=8)
+    choose.learn(SOURCE, sample_of(plan, told, RequestOptions(route="streamed", group_layers=1)))
+    assert choose.choose(SOURCE, plan, AUTO, BOTH).choice.route == "streamed"
+
+
 @pytest.mark.parametrize("late", [[0], [1], [0, 1], [0, 5], [3, 4, 5]])
 def test_requests_that_were_held_up_do_not_decide_over_the_others(late: list[int]) -> None:
     choose, plan = chooser(), plan_of(8000)

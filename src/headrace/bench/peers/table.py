@@ -10,6 +10,8 @@ from headrace.bench.faults.table import Figure
 from headrace.bench.peers.transports import HEADRACE, NAMES, REFERENCE
 from headrace.bench.rows import Spread, spread
 
+Round = tuple[int, int]  # the number of its run, and its own in it
+
 GOAL_SIZES_MIB = (128, 1024)
 ONE_COPY_GOAL = 0.9
 IDLE_BUSY_SHARE = 0.1
@@ -32,7 +34,8 @@ class Line(NamedTuple):
 class Comparison(NamedTuple):
     """A form of headrace against the peer whose median ratio is the highest, in the same rounds.
 
-    num_ahead: rounds in which it was ahead of every peer of that round.
+    num_ahead: rounds in which it was ahead of every peer of that round. missing: peers that were
+    not measured at this size.
     """
 
     form: str
@@ -42,11 +45,14 @@ class Comparison(NamedTuple):
     best_wall: Spread
     num_ahead: int
     num_rounds: int
+    missing: tuple[str, ...] = ()
 
     @property
-    def ahead(self) -> bool:
-        """Whether its median is above that of every peer."""
-        return self.wall.median > self.best_wall.median
+    def ahead(self) -> bool | None:
+        """Whether its median is above that of every peer; None if so, but some are missing."""
+        if self.wall.median <= self.best_wall.median:
+            return False
+        return None if self.missing else True
 
 
 def lines(rows: list[dict[str, Any]]) -> list[Line]:
@@ -62,10 +68,11 @@ def comparisons(rows: list[dict[str, Any]]) -> list[Comparison]:
     """Each form of headrace against the peers, at each size at which both were measured."""
     found = []
     for size_mib in sorted({row["size_mib"] for row in rows}):
-        ratios: dict[str, dict[int, float]] = {}
+        ratios: dict[str, dict[Round, float]] = {}
         for row in rows:
             if row["size_mib"] == size_mib and "wall_ratio" in row:
-                ratios.setdefault(row["transport"], {})[row["round"]] = row["wall_ratio"]
+                number = row.get("run", 0), row["round"]
+                ratios.setdefault(row["transport"], {})[number] = row["wall_ratio"]
         peers = {name: by for name, by in ratios.items() if name not in (*HEADRACE, REFERENCE)}
         for form in HEADRACE:
             if form in ratios and peers:
@@ -84,11 +91,12 @@ def figures(rows: list[dict[str, Any]]) -> Iterator[Figure]:
             met = spread(idle).median >= ONE_COPY_GOAL if idle and has_goal else None
             goal = f"at least {ONE_COPY_GOAL}" if has_goal else ""
             yield Figure(f"{name}, x of memcpy, idle rounds", goal, result, met)
+        missing = f"; not measured: {', '.join(each.missing)}" if each.missing else ""
         yield Figure(
             f"{name}, against {each.best_peer}",
             "ahead of every peer" if has_goal else "",
             f"{each.wall} to {each.best_wall}; ahead of all in {each.num_ahead} of "
-            f"{each.num_rounds} rounds",
+            f"{each.num_rounds} rounds{missing}",
             each.ahead if has_goal else None,
         )
     wrong = sorted({row["transport"] for row in rows if row.get("wrong_nbytes")})
@@ -111,7 +119,7 @@ def _line(transport: str, size_mib: int, mine: list[dict[str, Any]]) -> Line:
 
 
 def _compare(
-    form: str, size_mib: int, ours: dict[int, float], peers: dict[str, dict[int, float]]
+    form: str, size_mib: int, ours: dict[Round, float], peers: dict[str, dict[Round, float]]
 ) -> Comparison:
     best = max(peers, key=lambda name: spread(list(peers[name].values())).median)
     rivals = [
@@ -125,6 +133,7 @@ def _compare(
         spread(list(peers[best].values())),
         sum(mine > rival for mine, rival in zip(ours.values(), rivals, strict=True)),
         len(ours),
+        tuple(name for name in NAMES if name not in (*HEADRACE, REFERENCE, *peers)),
     )
 
 

@@ -57,10 +57,10 @@ def _shares(mine: list[CellRows]) -> dict[str, list[_Point]]:
     for route in _routes(mine):
         for cell in mine:
             share = cell.hidden(route) if route in cell.routes and route != "whole" else None
-            whole_ns = cell.whole_ns
-            if share is not None and whole_ns is not None:
+            alone_ns = cell.alone_ns
+            if share is not None and alone_ns is not None:
                 tail = cell.tail(route)
-                ends = 1 - tail.p90 / whole_ns, 1 - tail.p10 / whole_ns
+                ends = 1 - tail.p90 / alone_ns, 1 - tail.p10 / alone_ns
                 point = _Point(cell.key.size_gb, Spread(share, *ends, tail.samples))
                 found.setdefault(route, []).append(point)
     return found

@@ -42,7 +42,7 @@ def _token_curves(rows: list[dict[str, Any]], name: str) -> dict[str, list[tuple
         for base in ("discarded", "none"):
             ratios = token_ratios(arms, base, name)
             if ratios:
-                label = f"real to {base}, {key.rate_mb_s:g} MB/s"
+                label = f"real to {base}, {key.rate_mb_s:g} MB/s, {key.route}"
                 curves.setdefault(label, []).append((key.neighbours, spread(ratios)))
     return curves
 

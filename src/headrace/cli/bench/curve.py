@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from headrace.bench import curve
-from headrace.bench.curve import KEY, SIZES_GB, WAYS, Setting, linked
+from headrace.bench.curve import DEFAULT_WAYS, KEY, SIZES_GB, Setting, linked
 from headrace.bench.curve_table import Line, cells
 from headrace.bench.geometries import GEOMETRIES
 from headrace.cli.arguments import check_count
@@ -24,7 +24,7 @@ def curve_command(
     *,
     sizes_gb: tuple[float, ...] = SIZES_GB,
     geometries: tuple[str, ...] = tuple(GEOMETRIES),
-    routes: tuple[str, ...] = WAYS,
+    routes: tuple[str, ...] = DEFAULT_WAYS,
     pace: tuple[float, ...] = (1.0,),
     link_gb_per_s: tuple[float, ...] = (),
     link_scale: float = 0.2,
@@ -35,14 +35,16 @@ def curve_command(
 ) -> int:
     """The transfer tail against the size of the KV: paced replay source, memory-only decoder.
 
-    A prefill takes the same time on every route here, so what differs is the transfer.
+    A prefill takes the same time on every route here, so what differs is the transfer. `auto` has a
+    source and an owner of its own, and so needs as much memory again.
 
     Parameters
     ----------
     sizes_gb
         KV of one prompt, GB (1e9 bytes). Above 1 GB llama-3.1-8b and gemma-3-12b only.
     routes
-        `streamed-8th` is about 8 layer groups. The chunked routes also prefill in such chunks.
+        `streamed-8th` is about 8 layer groups; `streamed-2` is there too. The chunked routes also
+        prefill in such chunks.
     pace
         KV that the source computes, GB/s; 0 is unpaced.
     link_gb_per_s
@@ -65,7 +67,7 @@ def curve_command(
     todo = curve.cells_of(
         geometries, sizes_gb, settings, routes, repeats=repeats, all_large=all_large
     )
-    file = open_rows(out, "curve", KEY, resume=resume)
+    file = open_rows(out, "curve", KEY, {"link_scale": link_scale}, resume=resume)
     curve.run(todo, file, lambda text: _console.print(text, soft_wrap=True))
     _print_rows(file.rows)
     return 0
@@ -105,8 +107,9 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
 def _words(line: Line) -> str:
     hidden = "n/a" if line.hidden is None else f"{line.hidden:.4f}"
     ratio = "" if line.ttft_ratio is None else f", to whole x{line.ttft_ratio}"
+    saved = "n/a" if line.saved is None else f"{line.saved:.4f}"
     cpu = "n/a" if line.cpu_s is None else f"{line.cpu_s.median:.3f} s"
     return (
         f"{line.route:>14}: tail {line.tail_ms} ms, hidden {hidden} of {line.bound:.4f}, "
-        f"TTFT {line.ttft_ms.median:.2f} ms{ratio}, CPU {cpu}, {line.groups} groups"
+        f"saved {saved}, TTFT {line.ttft_ms.median:.2f} ms{ratio}, CPU {cpu}, {line.groups} groups"
     )

@@ -39,8 +39,10 @@ def load_command(
 ) -> int:
     """Requests in flight by route, and token time of those who decode while others are imported.
 
-    The decoder is the cpu decoder with one thread. The token time is compared with a control that
-    has the same arrivals and messages and discards what is imported, and with no prefill at all.
+    The decoder is the cpu decoder with one thread; `auto` has one, a source and an owner of its
+    own. The token time, beside arrivals that are streamed and that come whole, is compared with a
+    control that has the same arrivals and messages and discards what is imported, and with no
+    prefill at all.
 
     Parameters
     ----------
@@ -94,7 +96,8 @@ def load_command(
         block_s=block_s,
     )
     setting.check()
-    file = open_rows(out, load.CLAIM, load.KEY, resume=resume)
+    same = {"tokens": tokens, "prompt": prompt, "import_prompt": import_prompt, "block_s": block_s}
+    file = open_rows(out, load.CLAIM, load.KEY, same, resume=resume)
     _run(setting, file)
     _print_rows(file.rows)
     return 0

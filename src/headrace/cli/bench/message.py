@@ -36,7 +36,8 @@ def message_command(
     check_count("--requests", requests)
     check_count("--round-trips", round_trips)
     check_count("--rounds", rounds)
-    file = open_rows(out, "message", KEY, resume=resume)
-    message.run(Counts(requests, round_trips, rounds), file, _console.print)
+    counts = Counts(requests, round_trips, rounds)
+    file = open_rows(out, "message", KEY, counts._asdict(), resume=resume)
+    message.run(counts, file, _console.print)
     print_goals(_console, figures(file.rows))
     return 0

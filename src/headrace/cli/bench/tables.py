@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,12 +15,19 @@ from headrace.cli.arguments import check_output
 from headrace.errors import Refused
 
 
-def open_rows(out: Path | None, claim: str, key: Sequence[str], *, resume: bool) -> RowFile:
+def open_rows(
+    out: Path | None,
+    claim: str,
+    key: Sequence[str],
+    settings: Mapping[str, Any] | None = None,
+    *,
+    resume: bool,
+) -> RowFile:
     """The file that --out names; with --resume it keeps its rows. Raises: Refused."""
     check_output("--out", out, make_parents=True)
     if resume and out is None:
         raise Refused("--resume goes on with the rows of --out; name it", field="--resume")
-    return RowFile(out, claim, key, resume=resume)
+    return RowFile(out, claim, key, settings=settings, resume=resume)
 
 
 def goal_table(figures: Iterable[Figure]) -> Table:

@@ -39,7 +39,8 @@ def ttft_command(
     """Time to the first token by every route: torch source, cpu decoder, one thread each.
 
     Every route serves the same prompt from an idle owner, in turns whose order is reversed in each
-    second repeat. A model that is not pulled is left out.
+    second repeat; `auto` has a source and an owner of its own. A model that is not pulled is left
+    out.
 
     Parameters
     ----------
@@ -86,7 +87,8 @@ def ttft_command(
             raise Refused(f"no prompt is longer than --prefill-chunk {prefill_chunk}; give one")
         todo = within(wanted, minutes * 60, repeats)
         ttft.check_points(todo)
-        file = open_rows(out, ttft.CLAIM, ttft.KEY, resume=resume)
+        shapes = {"layers": layers, "window": window}
+        file = open_rows(out, ttft.CLAIM, ttft.KEY, shapes, resume=resume)
         _run(todo, file)
     _print_rows(file.rows)
     return 0
@@ -123,10 +125,12 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
         for line in point.lines():
             ratio = "" if line.ttft_ratio is None else f" ({line.ttft_ratio.median:.4f} of whole)"
             hidden = "n/a" if line.hidden is None else f"{line.hidden:.3f}"
+            saved = "n/a" if line.saved is None else f"{line.saved:.3f}"
             _say(
                 f"{line.label:>11}: prefill {_short(line.prefill_ms)}  tail {_short(line.tail_ms)}"
                 f"  TTFT {_short(line.ttft_ms)}{ratio}  groups {line.groups}"
                 f"  early {line.early:.3f}  hidden {hidden} of at most {line.bound:.3f}"
+                f"  saved {saved}"
                 f"{'  took ' if line.note else ''}{line.note}"
             )
     _say("")
