@@ -134,18 +134,18 @@ class Costs:
         if plan.nbytes >= LEAST_NBYTES:
             self.import_ns_per_byte.add(measured.import_ns / plan.nbytes)
         prefill_ns = float(measured.source_final_ns - measured.prefill_begun_ns)
-        if options.route != "whole":
+        whole = options.route == "whole"
+        if not whole:
             writing_ns = self.write_ns_per_byte.value * plan.nbytes
             prefill_ns -= writing_ns + self.announce_ns * measured.groups
         elif sample.alone:
             self.knows_whole = True
-        if options.route == "whole" and sample.alone and plan.nbytes >= LEAST_NBYTES:
-            tail_ns = measured.published_ns - measured.source_final_ns
-            writing_ns = max(0.0, tail_ns - measured.import_ns - self.fixed_ns)
-            self.write_ns_per_byte.add(writing_ns / plan.nbytes)
-        whole = options.route == "whole"
-        cut = options.prefill_chunk
-        self.prefills.append(Prefilled(plan.num_tokens, cut, max(0.0, prefill_ns), whole))
+            if plan.nbytes >= LEAST_NBYTES:
+                tail_ns = measured.published_ns - measured.source_final_ns
+                writing_ns = max(0.0, tail_ns - measured.import_ns - self.fixed_ns)
+                self.write_ns_per_byte.add(writing_ns / plan.nbytes)
+        cut, compute_ns = options.prefill_chunk, max(0.0, prefill_ns)
+        self.prefills.append(Prefilled(plan.num_tokens, cut, compute_ns, whole))
         if sample.alone and sample.expected_ns:
             took_ns = measured.published_ns - measured.prefill_begun_ns
             self._correct(options.route, took_ns / sample.expected_ns)

@@ -78,7 +78,7 @@ class OwnerProcess:
         self._handle = handle
         self._running: dict[int, Request] = {}
         self._draining: dict[int, tuple[Request, int]] = {}  # traced: with the intervals told
-        self._outbox: deque[FromOwner] = deque()  # bounded by the requests' max_tokens
+        self._outbox: deque[FromOwner] = deque()  # bounded by max_tokens, and by what a trace keeps
         self._shutdown = False
 
     def serve(self, decoder: Decoder) -> None:

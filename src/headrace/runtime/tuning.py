@@ -24,7 +24,7 @@ from headrace.errors import DeviceError
 VARIABLE: Final = "GLIBC_TUNABLES"
 NON_TEMPORAL: Final = "glibc.cpu.x86_non_temporal_threshold=0x100000"
 LEAST_RATIO: Final = 1.1  # below it the difference is noise
-PIECE_NBYTES: Final = 8 << 20  # what an owner imports at once, by default
+PIECE_NBYTES: Final = 8 << 20  # what an owner imports at once where entries decode
 PROBED_NBYTES: Final = 128 << 20
 _TIMEOUT_S: Final = 60.0
 _COPIES: Final = 5
