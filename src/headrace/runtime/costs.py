@@ -23,6 +23,7 @@ KEPT_PREFILLS: Final = 64  # lengths and times, of the last ones
 KEPT: Final = 9  # samples of any other figure,
 GUESSES: Final = 3  # of which the first guess counts as so many
 FADES_AFTER: Final = 8  # requests by other routes, a sample of what a route was off by is let go
+WHOLE_TRIES: Final = 2  # requests that go whole to be measured, at most
 MOST_OFF: Final = 2.0  # what a prediction is corrected by at most, either way
 LEAST_NBYTES: Final = 1 << 20  # of an import from which a speed is learned
 
@@ -85,6 +86,7 @@ class Costs:
         self.prefills: deque[Prefilled] = deque(maxlen=KEPT_PREFILLS)
         self.off: dict[Route, Figure] = {route: Figure(1.0, GUESSES) for route in ROUTES}
         self.knows_whole = False  # whether one that went whole had its owner to itself
+        self._whole_tries = 0
         self._taken: Counter[Route] = Counter()
 
     def compute_ns(self, num_tokens: int, prefill_chunk: int) -> float | None:
@@ -127,6 +129,15 @@ class Costs:
             took_ns = import_ns * step.nbytes + self.piece_ns * num_pieces
             owner_ns = max(owner_ns, source_ns) + took_ns * slowdown
         return max(owner_ns, source_ns) + self.fixed_ns
+
+    def try_whole(self) -> bool:
+        """Whether one more request may go whole to be measured; an owner under load learns nothing
+        from it, so there is an end.
+        """
+        if self.knows_whole or self._whole_tries == WHOLE_TRIES:
+            return False
+        self._whole_tries += 1
+        return True
 
     def learn(self, sample: Sample) -> None:
         """A request was published."""

@@ -60,7 +60,7 @@ class Importing:
             begun_ns = time.monotonic_ns()
             begun = self._machine.begin_imports(1, begun_ns)
             carry_out()
-            if begun:
+            if begun and decoding:
                 self._share.spent(time.monotonic_ns() - begun_ns)
             budget -= begun
             if not begun or is_interrupted():
@@ -74,10 +74,6 @@ class Importing:
         begun_ns = time.monotonic_ns()
         step()
         self._share.decoded(time.monotonic_ns() - begun_ns)
-
-    def owe_nothing(self) -> None:
-        """Forget what imports have spent so far."""
-        self._share.clear()
 
     def _has_room(self) -> bool:
         nbytes = sum(flight.nbytes for flight in self._flights.values())

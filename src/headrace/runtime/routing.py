@@ -174,8 +174,8 @@ def _best(
         return whole, "nothing else can be told"
     enough_ns = min(ns for ns, _ in predicted) + LEAST_GAIN_NS
     best_ns, best = next(each for each in predicted if each[0] <= enough_ns)
-    if not costs.knows_whole and known and whole_ns <= MOST_TRIED * best_ns:
-        return whole, f"tried once, to be measured: {_ms(whole_ns)} against {_ms(best_ns)}"
+    if known and whole_ns <= MOST_TRIED * best_ns and costs.try_whole():
+        return whole, f"tried, to be measured: {_ms(whole_ns)} against {_ms(best_ns)}"
     if whole_ns - best_ns < max(LEAST_GAIN * whole_ns, LEAST_GAIN_NS):
         reason = f"{best.name} would gain less than {100 * LEAST_GAIN:.1f} % or 0.1 ms"
         return whole, f"{reason}: {_ms(best_ns)} against {_ms(whole_ns)}"

@@ -15,7 +15,7 @@ from headrace.ids import SourceId
 from headrace.messages import Measured, RouteChoice
 from headrace.plan import Plan, compile_plan
 from headrace.protocol.source import MOST_SPANS
-from headrace.runtime.costs import Sample
+from headrace.runtime.costs import WHOLE_TRIES, Sample
 from headrace.runtime.probe import Probe, probe
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.routing import (
@@ -139,7 +139,9 @@ def test_a_machine_that_cannot_be_measured_sends_requests_whole() -> None:
     assert "could not be measured: no memory" in choice.reason
 
 
-def serve_by_auto(choose: RouteChooser, plan: Plan, late_ms: float = 0.0) -> RouteChoice:
+def serve_by_auto(
+    choose: RouteChooser, plan: Plan, late_ms: float = 0.0, *, alone: bool = True
+) -> RouteChoice:
     """One request of a source that computes 100 ms; copies take what they are predicted to."""
     decision = choose.choose(SOURCE, plan, AUTO, BOTH)
     choice = decision.choice
@@ -154,7 +156,7 @@ def serve_by_auto(choose: RouteChooser, plan: Plan, late_ms: float = 0.0) -> Rou
         told = measured(
             plan, prefill_ms=100 + writing_ms, tail_ms=last_ms, import_ms=writing_ms, groups=8
         )
-    choose.learn(SOURCE, Sample(plan, options, told, decision.expected_ns, True))
+    choose.learn(SOURCE, Sample(plan, options, told, decision.expected_ns, alone))
     return choice
 
 
@@ -162,7 +164,14 @@ def test_the_whole_route_is_tried_once_to_be_measured() -> None:
     choose, plan = chooser(), plan_of(4000)
     taken = [serve_by_auto(choose, plan) for _ in range(10)]
     assert [choice.route for choice in taken] == ["streamed", "whole", *["streamed"] * 8]
-    assert "tried once" in taken[1].reason
+    assert "to be measured" in taken[1].reason
+
+
+def test_an_owner_that_is_never_alone_does_not_try_for_ever() -> None:
+    choose, plan = chooser(), plan_of(4000)
+    taken = [serve_by_auto(choose, plan, alone=False).route for _ in range(30)]
+    assert taken.count("whole") == WHOLE_TRIES
+    assert taken[-20:] == ["streamed"] * 20
 
 
 def test_what_would_cost_much_is_not_tried() -> None:
