@@ -354,8 +354,8 @@ def _payloads() -> st.SearchStrategy[bytes]:
     at = (attempts, slots, generations)
     none, zero, logits = st.just(()), st.just(0), st.just("logits")
     messages = st.one_of(
-        st.builds(Progress, *at, spans, digests, near, near),
-        st.builds(Progress, *at, st.just((WHOLE,)), none, zero, zero),
+        st.builds(Progress, *at, spans, digests, near, near, near),
+        st.builds(Progress, *at, st.just((WHOLE,)), none, zero, zero, zero),
         st.builds(SourceFinal, *at, st.sampled_from(["logits", "token"]), near, near, near),
         st.builds(SourceFinal, *at, logits, zero, zero, zero),
         st.builds(Computing, *at),

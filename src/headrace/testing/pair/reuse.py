@@ -87,7 +87,9 @@ class ReuseCases(RecoveryCases):
                 stand.close()
             outcomes = [request.outcome for request in running]
             measured["outcomes"] = outcomes
-            require(set(outcomes) == {"cancelled"}, f"they ended as {outcomes}")
+            decoded, others = set(outcomes[:-5]), set(outcomes[-5:])  # a fast one may be through
+            sound = others == {"cancelled"} and decoded <= {"cancelled", "finished"}
+            require(sound, f"they ended as {outcomes}")
 
     def _one_lane(self) -> Stand:
         stand = self.stand(num_lanes=1)
