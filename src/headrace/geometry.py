@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from headrace.errors import Refused
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 MAX_LAYERS: Final = 512  # so that a manifest with long names fits into one message
 MAX_POSITIONS: Final = 1 << 32
 MAX_EXTENT: Final = 1 << 24  # of one dimension of a part, of the vocabulary
@@ -32,6 +32,7 @@ ITEMSIZE: Final[dict[str, int]] = {
 
 Layout: TypeAlias = Literal["head_major", "token_major"]
 Emission: TypeAlias = Literal["layers", "cache_groups"]
+PrefixUse: TypeAlias = Literal["none", "recompute", "own_cache"]
 
 
 class Part(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -111,6 +112,8 @@ class Manifest(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     `layouts[0]`; one without `emits` gives whole results only.
     first: whether the source ends with a row of logits or can give a token id only.
     max_positions: the longest prompt, in tokens, that this side can hold.
+    prefix: what a source can do for a prompt of which the decoder has the first positions: `none`,
+    `recompute` them and emit the others, or go on from its `own_cache` of them where it has one.
     """
 
     role: Literal["source", "decoder"]
@@ -125,6 +128,7 @@ class Manifest(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     digests: tuple[str, ...] = ("crc32",)
     byte_order: Literal["little", "big"] = "little"
     protocol: int = PROTOCOL_VERSION
+    prefix: PrefixUse = "none"
 
 
 def agree(source: Manifest, decoder: Manifest) -> Layout:

@@ -24,6 +24,7 @@ MAX_PROGRESS: Final = 128
 MAX_TEXT: Final = 4096
 MAX_INTERVALS: Final = 256
 MAX_STOP_TOKENS: Final = 256
+MAX_CUTS: Final = 64
 MAX_ATTEMPTS: Final = 16
 MAX_CHOICE_TEXT: Final = 400
 MAX_ATTEMPT_TEXT: Final = 400  # of each failed attempt's reason, so that an end fits its message
@@ -38,6 +39,17 @@ OnFailure: TypeAlias = Literal["fail", "retry", "local"]
 
 class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag_field="t"):
     pass
+
+
+class DeviceTimes(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """When a device did something, by its own events, brought to the host's CLOCK_MONOTONIC in ns.
+
+    error_ns: by how much the two readings may be off, since the clocks were compared from outside.
+    """
+
+    begun_ns: Count
+    ended_ns: Count
+    error_ns: Count
 
 
 # Owner to source.
@@ -57,7 +69,9 @@ class Prefill(_Message, frozen=True, tag="prefill"):
     """Grants the write lease of a slot, which already holds the prompt of `num_tokens` ids.
 
     group_layers: layers of one layer group. chunk: positions of one transfer chunk, 0 = all.
-    prefill_chunk: positions computed at once, 0 = all. digest: stamp every span.
+    prefill_chunk: positions computed at once, 0 = all. digest: stamp every span. start: the first
+    position to emit, since the decoder has those before it. cuts: positions, ascending, at which
+    the computation is cut beside `prefill_chunk`, which counts anew from each.
     """
 
     attempt: AttemptId
@@ -70,6 +84,8 @@ class Prefill(_Message, frozen=True, tag="prefill"):
     prefill_chunk: Count
     emission: Emission
     digest: bool
+    start: Count = 0
+    cuts: Annotated[tuple[Count, ...], Meta(max_length=MAX_CUTS)] = ()
 
 
 class Cancel(_Message, frozen=True, tag="cancel"):
@@ -103,7 +119,7 @@ class Progress(_Message, frozen=True, tag="progress"):
     digests: empty, or one per span in the manifest's algorithm over the span's bytes in plan order.
     begun_ns, write_ns, ready_ns: host CLOCK_MONOTONIC of the source: when the compute behind these
     spans began, when their first cells were handed out for writing, and when all of their bytes lay
-    in the slot.
+    in the slot. computed, copied: the same by the source's device, where it has events.
     """
 
     attempt: AttemptId
@@ -114,6 +130,8 @@ class Progress(_Message, frozen=True, tag="progress"):
     begun_ns: Count
     write_ns: Count
     ready_ns: Count
+    computed: DeviceTimes | None = None
+    copied: DeviceTimes | None = None
 
 
 class Computing(_Message, frozen=True, tag="computing"):
@@ -277,7 +295,8 @@ class Interval(_Message, frozen=True, tag="interval"):
     (begun to fenced), decoded for a neighbour meanwhile, published, chose the first token, decoded
     the request's first step, heard the cancel, gave the terminal, had the storage back (drain).
 
-    clock: `host` is CLOCK_MONOTONIC in ns; `device` is a device's own events, brought to it.
+    clock: `host` is CLOCK_MONOTONIC in ns; `device` is a device's own events, brought to it with an
+    error of at most `error_ns`.
     """
 
     kind: IntervalKind
@@ -286,6 +305,7 @@ class Interval(_Message, frozen=True, tag="interval"):
     ended_ns: Count
     nbytes: Count
     clock: Literal["host", "device"]
+    error_ns: Count = 0
 
 
 class Events(_Message, frozen=True, tag="events"):

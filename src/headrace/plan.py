@@ -74,13 +74,16 @@ class SlotLayout(NamedTuple):
     nbytes: int
 
 
-def compile_plan(decoder: Manifest, layout: Layout, num_tokens: int, context: int) -> Plan:
+def compile_plan(
+    decoder: Manifest, layout: Layout, num_tokens: int, context: int, start: int = 0
+) -> Plan:
     """The plan for a prompt of `num_tokens` in slots and lanes made for `context` positions.
 
-    `layout` is what `agree` returned for the pair.
+    `layout` is what `agree` returned for the pair. `start`: the first position to carry, since the
+    decoder has those before it; there is at least one to carry.
 
     Raises:
-        Refused: the prompt is empty, or longer than the context.
+        Refused: the prompt is empty, or longer than the context, or `start` lies outside it.
     """
     if num_tokens < 1:
         raise Refused("the prompt is empty; give at least one token", field="prompt")
@@ -90,7 +93,9 @@ def compile_plan(decoder: Manifest, layout: Layout, num_tokens: int, context: in
             "raise --context or shorten it",
             field="prompt",
         )
-    return Plan(decoder, layout, num_tokens, context)
+    if not 0 <= start < num_tokens:
+        raise Refused(f"start {start} of a prompt of {num_tokens} tokens", field="start")
+    return Plan(decoder, layout, num_tokens, context, start)
 
 
 def slot_layout(decoder: Manifest, context: int) -> SlotLayout:
@@ -134,12 +139,18 @@ class Plan:
     a span's byte ranges need not travel.
     """
 
-    def __init__(self, decoder: Manifest, layout: Layout, num_tokens: int, context: int) -> None:
+    def __init__(
+        self, decoder: Manifest, layout: Layout, num_tokens: int, context: int, start: int = 0
+    ) -> None:
         self.num_tokens = num_tokens
+        self.start = start
         self.layout = layout
         self.slot = slot_layout(decoder, context)
         self.layers = tuple(sorted(decoder.layers, key=lambda layer: layer.index))
-        self.windows = tuple(live_window(layer, num_tokens) for layer in self.layers)
+        self.windows = tuple(
+            (max(lo, start), hi)
+            for lo, hi in (live_window(layer, num_tokens) for layer in self.layers)
+        )
         self._row_nbytes = tuple(layer.row_nbytes for layer in self.layers)
         self._bases: list[tuple[int, ...]] = []
         offset = self.slot.kv_offset

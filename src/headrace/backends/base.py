@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 from headrace.geometry import Layout, Manifest
 from headrace.ids import Span
-from headrace.messages import Prefill
+from headrace.messages import DeviceTimes, Prefill
 from headrace.plan import Copy, Plan, Region
 
 
@@ -60,6 +60,14 @@ class SpanWriter(Protocol):
     ) -> None: ...
 
 
+@runtime_checkable
+class TimedWriter(Protocol):
+    """A writer that takes a device's own word for when its cells were computed and copied."""
+
+    def ran(self, computed: DeviceTimes, copied: DeviceTimes) -> None:
+        """By events of the device: call it before the commit."""
+
+
 class PrefillSink(Protocol):
     """Where an engine puts one attempt. Every method raises `Cancelled` once it is withdrawn."""
 
@@ -91,7 +99,12 @@ class PrefillSink(Protocol):
 
 
 class PrefillEngine(Protocol):
-    """What a prefill device implements; `start` > 0 asks for positions [start, n) only."""
+    """What a prefill device implements.
+
+    `start` > 0 asks for positions [start, n) only: the decoder has the others. Only an engine whose
+    manifest says how (`prefix`) is asked. It cuts its computation at the grant's `cuts`, of which
+    `start` is the last, so that the cells are those of a run from 0 that is cut there.
+    """
 
     def manifest(self) -> Manifest: ...
 
@@ -101,18 +114,36 @@ class PrefillEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class CopyTuning:
+    """What a device that copies by itself is fed with, in bytes.
+
+    chunk_nbytes: of one import, from where on its link is as fast as it gets. in_flight_nbytes:
+    begun and not fenced, that keep the link busy. shared_in_flight_nbytes: the same while entries
+    decode, so that an import gives way.
+    """
+
+    chunk_nbytes: int
+    in_flight_nbytes: int
+    shared_in_flight_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Caps:
     """What a decoder device can do.
 
     max_lanes: most reservations and entries at once. ordered_copy: imports have a fence that proves
     their end; without it an owner refuses to start. device_events: fences are device events.
-    decodes: whether `decode_step` computes anything.
+    decodes: whether `decode_step` computes anything. decode_batch: most entries that one decode
+    step computes together; 1 is the exact mode, one sequence per forward. copies: how to feed a
+    device that copies by itself.
     """
 
     max_lanes: int
     ordered_copy: bool = True
     device_events: bool = False
     decodes: bool = True
+    decode_batch: int = 1
+    copies: CopyTuning | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +162,80 @@ class Entry:
     lane: int
     num_tokens: int
     serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The prompt's cells of an entry, kept beyond it for later prompts; they never change.
+
+    storage: the number of the lane memory that its full-attention rows lie in, which entries share
+    where one continues another. storage_nbytes: bytes of that memory. nbytes: bytes of what it has
+    for itself, the copied tails of sliding layers.
+    """
+
+    serial: int
+    num_tokens: int
+    storage: int
+    storage_nbytes: int
+    nbytes: int
+
+
+@runtime_checkable
+class KeepsEntries(Protocol):
+    """A decoder whose published entries can outlive their lanes.
+
+    keeps_nbytes: most bytes of lane memories without a lane and of tails, which the caller keeps to
+    by evicting before it frees; 0 if it was told to keep none.
+    """
+
+    keeps_nbytes: int
+
+    def keep(self, entry: Entry) -> Kept:
+        """Keep a published entry's prompt; called before its first decode step.
+
+        Full-attention rows stay where they are, since decode only appends to them. The rows of
+        sliding layers are copied, since decode overwrites them.
+        """
+
+    def can_reuse(self, kept: Kept, positions: int) -> bool:
+        """Whether positions [0, `positions`) of it are enough to go on from: a sliding layer needs
+        its rows of the window that ends there.
+        """
+
+    def reserve_from(self, kept: Kept, positions: int, num_tokens: int) -> Reservation:
+        """As `reserve`, with the live cells of positions [0, `positions`) of `kept` in place.
+
+        Later imports, and what decodes, come after these cells on the device. Raises as `reserve`.
+        """
+
+    def evict(self, kept: Kept) -> None:
+        """Keep it no longer."""
+
+
+@runtime_checkable
+class ContinuesKept(Protocol):
+    """An engine in the owner's process that computes on top of what the decoder keeps."""
+
+    def continue_from(self, kept: Kept) -> None:
+        """The next `prefill_stream` starts at a position that `kept` can be reused up to."""
+
+
+class HostRange(NamedTuple):
+    """Host memory of this process: what a slab is to a device that copies from or to it."""
+
+    address: int
+    nbytes: int
+
+
+@runtime_checkable
+class PinsSlabs(Protocol):
+    """An engine or a decoder whose device copies faster from host memory that it was told of."""
+
+    def register(self, slab: HostRange) -> None:
+        """Pin a slab, once it is mapped. Where that fails, copies are pageable; it never raises."""
+
+    def unregister(self, slab: HostRange) -> None:
+        """The slab is about to be unmapped; no copy of it is in flight."""
 
 
 @runtime_checkable
@@ -159,6 +264,16 @@ class Fence(Protocol):
 
     def done(self) -> bool:
         """Whether it has; raises DeviceError if the copy failed."""
+
+
+@runtime_checkable
+class TimedFence(Protocol):
+    """A fence of a device with events, which tell when its copy ran."""
+
+    def done(self) -> bool: ...
+
+    def times(self) -> DeviceTimes:
+        """When the copy ran, by device events; once it is done."""
 
 
 class Done:

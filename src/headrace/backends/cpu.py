@@ -7,8 +7,6 @@ than two batches of one: what a request gets does not depend on its neighbours.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +14,7 @@ import torch
 from msgspec import Meta, Struct
 
 from headrace.backends.base import Caps, Done, Entry, Reservation, SlotView
+from headrace.backends.lane_table import LaneTable
 from headrace.backends.options import read_options
 from headrace.backends.torch import TorchEngine
 from headrace.engine.capacity import require_memory
@@ -23,8 +22,8 @@ from headrace.engine.host import copy_rows
 from headrace.engine.lanes import Lane, lane_nbytes
 from headrace.engine.layers import manifest
 from headrace.engine.loading import LoadedModel, load_model
-from headrace.engine.tensors import as_bytes, check_region, over_address
-from headrace.errors import Closed, LocalProtocolError, Refused, WouldBlock
+from headrace.engine.tensors import as_bytes, over_address
+from headrace.errors import Closed, Refused
 from headrace.geometry import Layout, Manifest
 from headrace.plan import Copy
 
@@ -65,21 +64,6 @@ def open(config: Mapping[str, Any]) -> CpuDecoder:
     return CpuDecoder(model, options.lanes, context)
 
 
-class _LaneState(Enum):
-    FREE = "free"
-    RESERVED = "reserved"
-    PUBLISHED = "published"
-
-
-@dataclass
-class _Record:
-    """A lane and who holds it; `serial` rises with each reservation, so that stale ones differ."""
-
-    lane: Lane
-    state: _LaneState = _LaneState.FREE
-    serial: int = 0
-
-
 class CpuDecoder:
     """Decodes up to `lanes` sequences of up to `context` positions in this process."""
 
@@ -95,7 +79,7 @@ class CpuDecoder:
         self._manifest = manifest(model.config, model.directory, "decoder", model.dtype, context)
         self._layers = self._manifest.layers
         require_memory(lanes * lane_nbytes(self._layers, context), f"{lanes} lanes")
-        self._records = [_Record(Lane(self._layers, context)) for _ in range(lanes)]
+        self._lanes = LaneTable(self._layers, context, lanes)
 
     def manifest(self) -> Manifest:
         return self._manifest
@@ -107,17 +91,7 @@ class CpuDecoder:
             WouldBlock: no lane is free.
             LocalProtocolError: the prompt can never fit.
         """
-        if not 1 <= num_tokens <= self._manifest.max_positions:
-            raise LocalProtocolError(
-                f"{num_tokens} tokens, a lane holds 1 to {self._manifest.max_positions}"
-            )
-        for index, record in enumerate(self._records):
-            if record.state is _LaneState.FREE:
-                record.lane.begin(num_tokens)
-                record.state = _LaneState.RESERVED
-                record.serial += 1
-                return Reservation(index, num_tokens, record.serial)
-        raise WouldBlock(f"all {len(self._records)} lanes are taken")
+        return self._lanes.reserve(num_tokens)
 
     def begin_import(
         self, reservation: Reservation, slot: SlotView, copies: Sequence[Copy]
@@ -128,8 +102,7 @@ class CpuDecoder:
             LocalProtocolError: the reservation is stale, or a copy lies outside it or the slot;
             then nothing was written.
         """
-        lane = self._held(reservation, _LaneState.RESERVED).lane
-        targets = [self._target(lane, slot, copy) for copy in copies]
+        targets = self._lanes.targets(reservation, slot, copies)
         for copy, target in zip(copies, targets, strict=True):
             if slot.layout == "head_major":
                 stride = target.stride(0) * target.element_size()
@@ -149,22 +122,16 @@ class CpuDecoder:
             LocalProtocolError: `held` is stale, or the lane does not hold these positions any
             more.
         """
-        lane = self._held(held, _state_of(held)).lane
-        cells = lane.cells(copy.layer, copy.part, copy.start, copy.stop)
+        cells = self._lanes.cells(held, copy)
         return as_bytes(cells if layout == "head_major" else cells.permute(1, 0, 2))
 
     def publish(self, reservation: Reservation) -> Entry:
         """Make the reservation visible to decode; no byte moves."""
-        record = self._held(reservation, _LaneState.RESERVED)
-        record.lane.publish()
-        record.state = _LaneState.PUBLISHED
-        return Entry(reservation.lane, reservation.num_tokens, reservation.serial)
+        return self._lanes.publish(reservation)
 
     def free(self, held: Reservation | Entry) -> None:
         """Give the lane back."""
-        record = self._held(held, _state_of(held))
-        record.lane.begin(0)
-        record.state = _LaneState.FREE
+        self._lanes.free(held)
 
     def decode_step(self, active: Sequence[tuple[Entry, int]]) -> list[memoryview]:
         """Feed each entry its next token; returns each one's float32 row of logits.
@@ -177,16 +144,9 @@ class CpuDecoder:
         """
         if self._model is None:
             raise Closed("the cpu decoder was closed")
-        lanes = [self._held(entry, _LaneState.PUBLISHED).lane for entry, _ in active]
-        if len({entry.lane for entry, _ in active}) != len(active):
-            raise LocalProtocolError("an entry is given twice in one decode step")
-        for (entry, token), lane in zip(active, lanes, strict=True):
+        lanes = self._lanes.decoding([entry for entry, _ in active])
+        for _, token in active:
             self._model.check_tokens((token,))
-            if lane.length >= self._manifest.max_positions:
-                raise LocalProtocolError(
-                    f"lane {entry.lane} is full: {lane.length} of "
-                    f"{self._manifest.max_positions} positions"
-                )
         before = [lane.length for lane in lanes]
         try:
             return [
@@ -206,52 +166,12 @@ class CpuDecoder:
 
     def statistics(self) -> Mapping[str, int]:
         """Lanes by state, and bytes of lane storage."""
-        states = [record.state for record in self._records]
-        return {
-            "lanes_free": states.count(_LaneState.FREE),
-            "lanes_reserved": states.count(_LaneState.RESERVED),
-            "lanes_published": states.count(_LaneState.PUBLISHED),
-            "nbytes": sum(record.lane.storage.nbytes for record in self._records),
-        }
+        return self._lanes.statistics()
 
     def close(self) -> None:
         self._model = None
-        self._records = []
-
-    def _held(self, held: Reservation | Entry, state: _LaneState) -> _Record:
-        if not 0 <= held.lane < len(self._records):
-            raise LocalProtocolError(f"lane {held.lane}, the decoder has {len(self._records)}")
-        record = self._records[held.lane]
-        if not isinstance(held, _TYPES[state]) or record.serial != held.serial:
-            raise LocalProtocolError(
-                f"{held} where a lane that is {state.value} is needed; lane {held.lane} has "
-                f"serial {record.serial}"
-            )
-        if record.state is not state:
-            raise LocalProtocolError(f"{held}: the lane is {record.state.value}, not {state.value}")
-        return record
-
-    def _target(self, lane: Lane, slot: SlotView, copy: Copy) -> torch.Tensor:
-        """The lane's cells of a copy, once both ends of it are checked."""
-        if not 0 <= copy.layer < len(self._layers):
-            raise LocalProtocolError(f"layer {copy.layer}, the model has {len(self._layers)}")
-        parts = self._layers[copy.layer].parts
-        if not 0 <= copy.part < len(parts):
-            raise LocalProtocolError(
-                f"part {copy.part} of {self._layers[copy.layer].name}, which has {len(parts)}"
-            )
-        check_region(
-            copy.source, parts[copy.part], copy.stop - copy.start, slot.layout, slot.buffer.nbytes
-        )
-        return lane.cells(copy.layer, copy.part, copy.start, copy.stop)
+        self._lanes.close()
 
     def _decode_one(self, model: LoadedModel, lane: Lane, token: int) -> memoryview:
         logits = model.forward(torch.tensor([[token]], dtype=torch.long), lane.cache)
         return logits.numpy().data
-
-
-_TYPES = {_LaneState.RESERVED: Reservation, _LaneState.PUBLISHED: Entry}
-
-
-def _state_of(held: Reservation | Entry) -> _LaneState:
-    return _LaneState.RESERVED if isinstance(held, Reservation) else _LaneState.PUBLISHED

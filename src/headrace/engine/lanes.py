@@ -12,7 +12,7 @@ the front, which costs one row's copy per step on average and keeps the view in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -40,6 +40,12 @@ def _sizes(layers: Sequence[Layer], context: int) -> list[list[int]]:
     ]
 
 
+def host_bytes(nbytes: int) -> torch.Tensor:
+    """Host memory of a lane, touched: a flat uint8 tensor. Raises: Refused, DeviceError."""
+    memory = HostMemory(nbytes, "a lane")
+    return torch.from_numpy(np.frombuffer(memory.view, dtype=np.uint8))
+
+
 class LaneStorage:
     """The memory of one lane: private, touched, and never moved.
 
@@ -47,12 +53,16 @@ class LaneStorage:
         Refused: there is no memory for it, or torch has no cache of a part's dtype.
     """
 
-    def __init__(self, layers: Sequence[Layer], context: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        context: int,
+        allocate: Callable[[int], torch.Tensor] = host_bytes,
+    ) -> None:
         sizes = _sizes(layers, context)
         self.nbytes = lane_nbytes(layers, context)
-        memory = HostMemory(self.nbytes, "a lane")
-        flat = torch.from_numpy(np.frombuffer(memory.view, dtype=np.uint8))
-        self.address = memory.address
+        flat = allocate(self.nbytes)
+        self.address = flat.data_ptr()
         self.parts: list[tuple[torch.Tensor, ...]] = []
         offset = 0
         for layer, nbytes in zip(layers, sizes, strict=True):
@@ -144,10 +154,15 @@ class SlidingRows(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
 class Lane:
     """One lane: storage for one sequence, and the cache through which a model decodes it."""
 
-    def __init__(self, layers: Sequence[Layer], context: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        context: int,
+        allocate: Callable[[int], torch.Tensor] = host_bytes,
+    ) -> None:
         self._layers = layers
         self._context = context
-        self.storage = LaneStorage(layers, context)
+        self.storage = LaneStorage(layers, context, allocate)
         self._rows: list[FullRows | SlidingRows | None] = [
             _rows_of(layer, parts) for layer, parts in zip(layers, self.storage.parts, strict=True)
         ]

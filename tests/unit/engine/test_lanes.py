@@ -293,7 +293,7 @@ def test_an_import_is_checked_whole_before_a_byte_is_written(name: str) -> None:
     sink, copies = handed()
     slot = slot_view(sink.buffer, "head_major")
     held = decoder.reserve(20)
-    lane = decoder._records[held.lane].lane
+    lane = decoder._lanes._records[held.lane].lane
     for parts in lane.storage.parts:
         for tensor in parts:
             tensor.fill_(7.0)
@@ -308,7 +308,7 @@ def test_an_import_touches_its_own_rows_only() -> None:
     sink, copies = handed(30)
     slot = slot_view(sink.buffer, "head_major")
     held = decoder.reserve(30)
-    lane = decoder._records[held.lane].lane
+    lane = decoder._lanes._records[held.lane].lane
     for parts in lane.storage.parts:
         for tensor in parts:
             tensor.fill_(7.0)
