@@ -197,6 +197,8 @@ def options(
     chunk: int = 0,
     prefill_chunk: int = 0,
     emission: Emission = "layers",
+    start: int = 0,
+    cuts: tuple[int, ...] = (),
 ) -> Prefill:
     """What a source is asked to do, with everything optional left out."""
     return Prefill(
@@ -209,7 +211,9 @@ def options(
         chunk,
         prefill_chunk,
         emission,
-        False,
+        digest=False,
+        start=start,
+        cuts=cuts,
     )
 
 
@@ -309,7 +313,8 @@ def make_sink(
     source: Manifest, decoder: Manifest, asked: Prefill, *, context: int = CONTEXT
 ) -> FakeSink:
     """A sink over fresh memory that is full of NaN, so that a cell never written shows."""
-    plan = compile_plan(decoder, agree(source, decoder), asked.num_tokens, context)
+    layout = agree(source, decoder)
+    plan = compile_plan(decoder, layout, asked.num_tokens, context, asked.start)
     return FakeSink(plan, asked, memoryview(bytearray(b"\xff" * plan.slot.nbytes)))
 
 

@@ -19,6 +19,7 @@ from headrace.geometry import Layout, Manifest
 from headrace.ids import AttemptId, SourceId, Span
 from headrace.messages import (
     Computing,
+    DeviceTimes,
     Failed,
     FromSource,
     Progress,
@@ -194,7 +195,7 @@ def test_the_cases_fit_any_plan(geometry: tuple[Manifest, Layout, int, int], dig
         if case in unreadable and case not in unreadable[::40]:
             continue
         owner = Owner(EPOCH, Limits(num_lanes=1, context=context))
-        owner.add_source(SourceId(0), 2, lambda _: plan, 0)
+        owner.add_source(SourceId(0), 2, lambda _num_tokens, _start: plan, 0)
         owner.submit(n, 0, digest=digest)
         for payload in case.payloads:
             take_in(owner, SourceId(0), decoder, partial(decode_from_source, payload))
@@ -237,12 +238,12 @@ def test_any_byte_replaced_is_a_message_of_whole_numbers_or_one_error() -> None:
     assert readable > 1000
 
 
-def numbers(message: FromSource | tuple[object, ...]) -> Iterator[object]:
-    """All that is no text in a message."""
+def numbers(message: FromSource | DeviceTimes | tuple[object, ...]) -> Iterator[object]:
+    """All that is no text in a message, and is there."""
     for value in message if isinstance(message, tuple) else msgspec.structs.astuple(message):
-        if isinstance(value, tuple):
+        if isinstance(value, tuple | DeviceTimes):
             yield from numbers(value)
-        elif not isinstance(value, str):
+        elif value is not None and not isinstance(value, str):
             yield value
 
 

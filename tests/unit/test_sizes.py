@@ -127,7 +127,7 @@ def test_a_prompt_of_2_31_positions_is_served() -> None:
     """Through the owner's machine, in pieces of 2^30 bytes."""
     context = MAX_POSITIONS - 1
 
-    def plan_for(num_tokens: int) -> Plan:
+    def plan_for(num_tokens: int, start: int = 0) -> Plan:
         return plan_of(num_tokens, context, "token_major", NARROW)
 
     owner = Owner(U64, Limits(num_lanes=1, context=context, chunk_nbytes=1 << 30))

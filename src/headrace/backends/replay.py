@@ -15,14 +15,14 @@ import random
 import time
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
 from headrace.backends.base import Cells, PrefillSink
 from headrace.backends.options import read_options
-from headrace.errors import Refused
+from headrace.errors import LocalProtocolError, Refused
 from headrace.geometry import (
     ITEMSIZE,
     MAX_EXTENT,
@@ -33,6 +33,7 @@ from headrace.geometry import (
     Layout,
     Manifest,
     Part,
+    PrefixUse,
     Sliding,
 )
 from headrace.ids import Span
@@ -46,6 +47,8 @@ class ReplayOptions(Struct, frozen=True, forbid_unknown_fields=True):
     window: 0 for full attention in every layer, else sliding layers of this window except every
     `full_every`-th. layer_ms: host time spent per layer, shared out over the prefill chunks.
     writes_beside: the time of a layer runs while earlier ones are written, instead of after that.
+    prefix: what it does for a prompt whose first positions the decoder has: spends the time of all
+    (`recompute`) or of the others only (`own_cache`), or is not to be asked (`none`).
     fail_at_layer: raise before this layer, for tests of failing engines; -1 never.
     """
 
@@ -62,6 +65,7 @@ class ReplayOptions(Struct, frozen=True, forbid_unknown_fields=True):
     writes_beside: bool = False
     fail_at_layer: int = -1
     model: str = "replay"
+    prefix: PrefixUse = "recompute"
 
 
 def open(options: Mapping[str, Any]) -> ReplayEngine:
@@ -99,25 +103,33 @@ class ReplayEngine:
             vocab_size=options.vocab_size,
             logits_dtype="float32",
             max_positions=options.max_positions,
+            prefix=options.prefix,
         )
 
     def prefill_stream(self, tokens: Sequence[int], sink: PrefillSink, start: int = 0) -> None:
-        """Spend the time of each layer, then write and announce, as the route asks."""
+        """Spend the time of each layer, then write and announce, as the route asks.
+
+        Raises:
+            Cancelled: the attempt was withdrawn.
+            LocalProtocolError: the plan does not begin at `start`.
+        """
+        if sink.plan.start != start:
+            raise LocalProtocolError(f"from position {start}, the plan begins at {sink.plan.start}")
         seed = zlib.crc32(array("I", tokens).tobytes())
         options, stop, pace = sink.options, len(tokens), _Pace(self._options)
-        step = options.prefill_chunk or stop
-        chunks = [(at, min(at + step, stop)) for at in range(start, stop, step)]
         everything = [range(len(sink.plan.layers))]
-        for begun, ended in chunks:
+        for begun, ended in self._pieces(start, stop, options.prefill_chunk or stop):
             share = (ended - begun) / stop
-            if options.route == "streamed":
+            if begun < start:
+                self._compute(sink, everything, share, pace)
+            elif options.route == "streamed":
                 for group in sink.plan.layer_groups(options.group_layers, options.emission):
                     self._compute(sink, group, share, pace)
                     self._emit(sink, group, begun, ended, options.chunk, seed)
             else:
                 self._compute(sink, everything, share, pace)
             ready_ns = pace.reached_ns()
-            if options.route == "chunked":
+            if options.route == "chunked" and begun >= start:
                 self._emit(sink, everything, begun, ended, options.chunk, seed)
         if options.route == "whole":
             self._emit(sink, everything, start, stop, 0, seed)
@@ -131,6 +143,13 @@ class ReplayEngine:
         if not options.window or (index + 1) % options.full_every == 0:
             return Full()
         return Sliding(options.window, options.max_positions)
+
+    def _pieces(self, start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+        """What is computed at once, cut at `start`; only what comes after it is emitted."""
+        first = start if self._options.prefix == "own_cache" else 0
+        for lo, hi in ((first, start), (start, stop)):
+            for at in range(lo, hi, step):
+                yield at, min(at + step, hi)
 
     def _compute(
         self, sink: PrefillSink, group: Sequence[range], share: float, pace: _Pace

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from headrace.backends.base import PrefillSink
 from headrace.backends.options import read_options
@@ -64,9 +65,8 @@ class TorchEngine:
                 field="max_positions",
             )
         self._model: LoadedModel | None = model
-        self._manifest = manifest(
-            model.config, model.directory, "source", model.dtype, max_positions
-        )
+        facts = manifest(model.config, model.directory, "source", model.dtype, max_positions)
+        self._manifest = replace(facts, prefix="recompute")
         self.facts = model.pairing_facts("DynamicCache")
 
     def manifest(self) -> Manifest:
@@ -83,17 +83,38 @@ class TorchEngine:
         """
         if self._model is None:
             raise Closed("the torch engine was closed")
-        num_tokens = sink.plan.num_tokens
-        if len(tokens) != num_tokens or not 0 <= start < num_tokens:
-            raise LocalProtocolError(
-                f"{len(tokens)} tokens from position {start}, the plan has {num_tokens}"
-            )
+        check_asked(tokens, sink, start)
         route = taker_of(sink, start)
         logits, ready_ns = run_prefill(
-            self._model, self._manifest.layers, tokens, sink.options.prefill_chunk, route
+            self._model,
+            self._manifest.layers,
+            tokens,
+            sink.options.prefill_chunk,
+            route,
+            cuts=sink.options.cuts,
         )
         route.finish()
         sink.final(as_bytes(logits), ready_ns=ready_ns)
 
     def close(self) -> None:
         self._model = None
+
+
+def check_asked(tokens: Sequence[int], sink: PrefillSink, start: int) -> None:
+    """Check that tokens, start, plan and grant are of one attempt.
+
+    Raises:
+        LocalProtocolError: they are not, or `start` is not the last place where the computation is
+            cut, so that the decoder's cells before it would be others than a cold run's.
+    """
+    plan, cuts = sink.plan, sink.options.cuts
+    if len(tokens) != plan.num_tokens or not 0 <= start < plan.num_tokens:
+        raise LocalProtocolError(
+            f"{len(tokens)} tokens from position {start}, the plan has {plan.num_tokens}"
+        )
+    if plan.start != start:
+        raise LocalProtocolError(f"asked from position {start}, the plan begins at {plan.start}")
+    if start and (not cuts or cuts[-1] != start):
+        raise LocalProtocolError(
+            f"asked from position {start}, which is not the last of the cuts {list(cuts)}"
+        )

@@ -251,7 +251,7 @@ def _manifests() -> tuple[Manifest, Manifest]:
 
 
 @lru_cache
-def _plan_for(num_tokens: int) -> Plan:
+def _plan_for(num_tokens: int, start: int = 0) -> Plan:
     source, decoder = _manifests()
     return compile_plan(decoder, agree(source, decoder), num_tokens, NUM_TOKENS)
 

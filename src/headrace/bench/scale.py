@@ -142,7 +142,7 @@ def _tell(owner: Owner, grant: StartPrefill, layer: int) -> None:
 
 
 @lru_cache
-def _plan_for(num_tokens: int) -> Plan:
+def _plan_for(num_tokens: int, start: int = 0) -> Plan:
     source = ReplayEngine(ReplayOptions(layers=MACHINE_LAYERS, heads=1, head_dim=64)).manifest()
     decoder = decoder_like(source)
     return compile_plan(decoder, agree(source, decoder), num_tokens, NUM_TOKENS)

@@ -21,7 +21,7 @@ from headrace.protocol.slots import Slot, SlotState, SlotTable
 from headrace.protocol.snapshot import LaneLine, SlotLine, Snapshot
 
 AttemptMessage: TypeAlias = Computing | Progress | SourceFinal | Failed | Released
-PlanFor: TypeAlias = Callable[[int], Plan]
+PlanFor: TypeAlias = Callable[[int, int], Plan]
 
 
 @dataclass(frozen=True, slots=True)

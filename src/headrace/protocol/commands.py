@@ -101,12 +101,13 @@ class CheckDigest:
 class Publish:
     """Coverage is complete, the source-final input is there, nothing is in flight: make it visible.
 
-    `slot` still holds the logits row when `token` is None.
+    `slot` still holds the logits row when `token` is None. `source` and `slot` are None where no
+    source was needed: what was kept with the entry is the source-final input.
     """
 
     attempt: AttemptId
-    source: SourceId
-    slot: SlotIndex
+    source: SourceId | None
+    slot: SlotIndex | None
     token: int | None
 
 

@@ -36,9 +36,8 @@ class Endings(Books):
 
     def _publish_if_ready(self, handoff: Handoff) -> None:
         if handoff.publishable:
-            slot = self._slot_of(handoff)
-            source = self._source_of(handoff)
-            self._commands.append(Publish(handoff.attempt, source, slot.index, handoff.token))
+            slot = None if handoff.lease is None else handoff.lease.slot
+            self._commands.append(Publish(handoff.attempt, handoff.source, slot, handoff.token))
 
     def _fail(self, handoff: Handoff, cause: Cause, reason: str, now_ns: int) -> None:
         """The attempt is over; so is its request, unless another attempt may follow."""
@@ -116,6 +115,7 @@ class Endings(Books):
             digest=old.digest,
             local=local or attempt.attempt > record.policy.num_attempts,
             avoid=old.source,
+            start=old.start,
         )
         if old.has_storage:
             handoff.reserve()

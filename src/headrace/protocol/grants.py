@@ -32,7 +32,7 @@ class Grants(Endings):
         expected: bool = False,
         local: bool = False,
     ) -> None:
-        """A source attached; `plan_for(n)` compiles the plan of a prompt of n tokens for it.
+        """A source attached; `plan_for(n, start)` compiles its plan of positions [start, n).
 
         `expected`: it was announced. `local`: it is the owner's own engine.
         """
@@ -99,6 +99,8 @@ class Grants(Endings):
             unserved = no_local if handoff.local else no_slot
             if no_lane and not handoff.has_storage:
                 self._fail(handoff, Cause.NO_STORAGE, NO_LANE, now_ns)
+            elif not handoff.needs_source:
+                continue
             elif handoff.lease is None and unserved:
                 self._fail(handoff, Cause.NO_SOURCE, no_slot_reason, now_ns)
             elif handoff.lease is None and handoff.has_storage and self._is_jammed():
@@ -112,7 +114,7 @@ class Grants(Endings):
     def _is_jammed(self) -> bool:
         """Whether a retry waits for slots that parked hand-offs keep until they get its storage."""
         holders = [h for h in self._handoffs() if h.has_storage]
-        if self._expected or any(h.lease or h.local for h in holders):
+        if self._expected or any(h.lease or h.local or not h.needs_source for h in holders):
             return False
         return not any(map(self._will_grant, self._sources))
 
@@ -136,7 +138,7 @@ class Grants(Endings):
         self._admission.lanes_free -= 1
         handoff.reserve()
         self._commands.append(Reserve(handoff.attempt, handoff.num_tokens))
-        if handoff.lease is not None:
+        if handoff.lease is not None or not handoff.needs_source:
             self._admission.leave(handoff)
             self._publish_if_ready(handoff)
         return True
@@ -157,6 +159,8 @@ class Grants(Endings):
 
     def _fits(self, source_id: SourceId, handoff: Handoff) -> bool:
         """Whether a hand-off may go to this source, which is in service."""
+        if not handoff.needs_source:
+            return False
         local = self._sources[source_id].local
         if local or handoff.local:
             return local and handoff.local
@@ -165,7 +169,7 @@ class Grants(Endings):
         return not any(self._will_grant(other) for other in self._sources if other != source_id)
 
     def _lease(self, handoff: Handoff, source_id: SourceId, source: Source, now_ns: int) -> None:
-        plan = source.plan_for(handoff.num_tokens)  # first: it may refuse
+        plan = source.plan_for(handoff.num_tokens, handoff.start)  # first: it may refuse
         lease = source.slots.lease(handoff.attempt)
         handoff.take_lease(source_id, lease, plan, now_ns)
         source.running = handoff.attempt

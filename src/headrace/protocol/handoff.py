@@ -15,6 +15,11 @@ reservation: a span counts there when every piece of it is fenced and, where ask
 was found right. Publishing looks at `landed`, at the source-final input and at what is in flight,
 and at nothing else.
 
+The first positions of a prompt may be in the storage as soon as it is reserved, since an entry of
+the decoder that begins alike was kept: they are outside the transfer set, and no source may tell
+them. Where that is the whole prompt, the source-final input was kept too, no source is needed, and
+the hand-off is SEALED by its storage alone.
+
 An attempt that failed by its source's fault may be given up instead of decided: it drains without a
 terminal, and once it is quiet the next attempt takes its storage over. Until then a cancel, a
 deadline or a device's fault may still decide it.
@@ -94,7 +99,7 @@ class Handoff(Machine[HandoffState, HandoffEvent]):
             _E.FINAL: _S.PARKED,
             _E.END: _S.DRAINING,
         },
-        _S.RESERVED: {_E.LEASE: _S.STREAMING, _E.END: _S.DRAINING},
+        _S.RESERVED: {_E.LEASE: _S.STREAMING, _E.SEAL: _S.SEALED, _E.END: _S.DRAINING},
         _S.STREAMING: {
             _E.PROGRESS: _S.STREAMING,
             _E.FINAL: _S.STREAMING,
@@ -122,10 +127,12 @@ class Handoff(Machine[HandoffState, HandoffEvent]):
         digest: bool = False,
         local: bool = False,
         avoid: SourceId | None = None,
+        start: int = 0,
     ) -> None:
         """`digest`: every span must come with one.
 
         `local`: for the owner's own engine. `avoid`: the source that failed the attempt before.
+        `start`: positions that its storage holds as soon as it is reserved.
         """
         super().__init__(HandoffState.WAITING, f"hand-off {attempt}")
         self.attempt = attempt
@@ -133,12 +140,13 @@ class Handoff(Machine[HandoffState, HandoffEvent]):
         self.digest = digest
         self.local = local
         self.avoid = avoid
+        self.start = start
         self.outcome: Outcome | None = None
         self.reason = ""
         self.has_storage = False
         self.source: SourceId | None = None
         self.lease: Lease | None = None
-        self.final = False
+        self.final = not self.needs_source
         self.token: int | None = None
         self.last_progress_ns = 0
         self.quarantine_reason = ""
@@ -150,6 +158,11 @@ class Handoff(Machine[HandoffState, HandoffEvent]):
         self._flights: dict[ImportId, Flight] = {}
         self._queued_nbytes = 0
         self._num_progress = 0
+
+    @property
+    def needs_source(self) -> bool:
+        """Whether anything of it is to come from a source; else it waits for storage only."""
+        return self.start < self.num_tokens
 
     @property
     def in_flight(self) -> int:
@@ -344,7 +357,8 @@ class Handoff(Machine[HandoffState, HandoffEvent]):
         self.outcome = outcome
 
     def _settle(self) -> None:
-        if self.state is HandoffState.STREAMING and self.final and self._claimed.complete:
+        holds = self.state in (HandoffState.STREAMING, HandoffState.RESERVED)
+        if holds and self.final and self._claimed.complete:
             self._step(HandoffEvent.SEAL)
         if self.state is HandoffState.DRAINING and not self._flights:
             self._step(HandoffEvent.QUIET)

@@ -48,14 +48,19 @@ class Owner(Grants):
         *,
         digest: bool = False,
         policy: FailurePolicy | None = None,
+        start: int = 0,
+        local: bool = False,
     ) -> RequestId:
         """A new request; its hand-off waits for storage and slot.
 
         `digest`: the source is asked to stamp every span, and one without a stamp is malformed.
-        `policy`: what follows on a failure of a source; by default nothing.
+        `policy`: what follows on a failure of a source; by default nothing. `start`: positions that
+        the storage holds as soon as it is reserved, up to the whole prompt. `local`: it is for the
+        owner's own engine from the start.
 
         Raises:
             Refused: it can never fit, or no source or no storage is left in service.
+            LocalProtocolError: `start` is outside the prompt.
         """
         policy = policy or FailurePolicy()
         if not 1 <= num_tokens <= self.limits.context:
@@ -64,14 +69,17 @@ class Owner(Grants):
                 f"{self.limits.context}; raise --context or change the prompt",
                 field="prompt",
             )
-        local = self.no_slot_left and policy.local and not self.no_local_left
-        if self.no_slot_left and not local:
+        if not 0 <= start <= num_tokens:
+            raise LocalProtocolError(f"start {start} of a prompt of {num_tokens} tokens")
+        local = local or (self.no_slot_left and policy.local)
+        unserved = self.no_local_left if local else self.no_slot_left
+        if unserved and start < num_tokens:
             raise Refused(NO_SLOT, field="source")
         if self.no_lane_left:
             raise Refused(NO_LANE, field="decoder")
         attempt = AttemptId(self.epoch, self._next_request, 1)
         self._next_request += 1
-        handoff = Handoff(attempt, num_tokens, digest=digest, local=local)
+        handoff = Handoff(attempt, num_tokens, digest=digest, local=local, start=start)
         self._requests[attempt.request] = RequestRecord(handoff, deadline_ns, policy)
         self._admission.join(handoff)
         self._admit(now_ns)
@@ -205,7 +213,8 @@ class Owner(Grants):
         """The decoder made the entry visible; the slot is no longer needed."""
         handoff = self._known(attempt)
         handoff.publish()
-        self._slot_of(handoff).end(now_ns)
+        if handoff.lease is not None:
+            self._slot_of(handoff).end(now_ns)
         self.ended[Outcome.PUBLISHED.value] += 1
         self._commands.append(Report(attempt.request, Outcome.PUBLISHED, None, ""))
         self._admit(now_ns)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
+from itertools import pairwise
 from typing import ClassVar
 
 from headrace.coverage import Coverage
@@ -290,7 +291,12 @@ def _asked_spans(prefill: Prefill, plan: Plan) -> int:
 
 
 def _num_chunks(prefill: Prefill, plan: Plan) -> int:
-    computed = min(prefill.prefill_chunk or plan.num_tokens, plan.num_tokens)
-    moved = prefill.chunk or computed
-    num_whole, rest = divmod(plan.num_tokens, computed)
-    return num_whole * -(-computed // moved) + -(-rest // moved)
+    n, start = plan.num_tokens, plan.start
+    marks = [start, *(cut for cut in prefill.cuts if start < cut < n), n]
+    count = 0
+    for begin, stop in pairwise(marks):
+        computed = min(prefill.prefill_chunk or stop - begin, stop - begin)
+        moved = prefill.chunk or computed
+        num_whole, rest = divmod(stop - begin, computed)
+        count += num_whole * -(-computed // moved) + -(-rest // moved)
+    return count

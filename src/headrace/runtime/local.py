@@ -22,7 +22,8 @@ from headrace.errors import Cancelled, LocalProtocolError, PeerDied, Refused
 from headrace.geometry import Manifest, agree
 from headrace.memory import Slab
 from headrace.messages import Cancel, Computing, FromSource, Prefill, ToSource
-from headrace.plan import Plan, slot_layout
+from headrace.plan import slot_layout
+from headrace.protocol.books import PlanFor
 from headrace.protocol.source import SourceAttempt
 from headrace.runtime.attempt import run_attempt
 from headrace.runtime.sink import SlotSink
@@ -88,7 +89,7 @@ class LocalSource:
 
     def run(
         self,
-        plan_for: Callable[[int], Plan],
+        plan_for: PlanFor,
         tell: Callable[[FromSource], None],
         take_in: Callable[[], None],
     ) -> None:
@@ -103,7 +104,7 @@ class LocalSource:
         if granted is None:
             return
         self._counts["attempts"] += 1
-        attempt = SourceAttempt(granted, plan_for(granted.num_tokens))
+        attempt = SourceAttempt(granted, plan_for(granted.num_tokens, granted.start))
         link = _Link(attempt, tell, take_in)
         self._attempt = attempt
         try:

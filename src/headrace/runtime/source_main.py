@@ -79,7 +79,9 @@ class SourceProcess:
             while not self._shutdown:
                 message, _ = self._next()
                 if isinstance(message, Prefill):
-                    plan = compile_plan(hello.decoder, layout, message.num_tokens, hello.context)
+                    plan = compile_plan(
+                        hello.decoder, layout, message.num_tokens, hello.context, message.start
+                    )
                     if message.slot >= hello.num_slots:
                         raise Refused(f"slot {message.slot} of {hello.num_slots}")
                     begin = message.slot * hello.slot_nbytes

@@ -214,8 +214,8 @@ class Sources:
 
     def _plan_for(self, layout: Layout) -> PlanFor:
         @lru_cache(maxsize=64)
-        def plan_for(num_tokens: int) -> Plan:
-            return compile_plan(self._decoder, layout, num_tokens, self._context)
+        def plan_for(num_tokens: int, start: int) -> Plan:
+            return compile_plan(self._decoder, layout, num_tokens, self._context, start)
 
         return plan_for
 

@@ -285,14 +285,14 @@ def _messages(
     telling = writing and account.live and not account.final
     digests = (DIGEST,) if instance.digest else ()
     for span in instance.spans:
-        cells = ledger.terms.cells(span)
+        cells = ledger.terms.cells(span, account.start)
         fresh = bool(cells) and not cells & account.told
         if (telling and fresh) or instance.malice or not cells:
             message = _progress(attempt, slot, generation, (span,), digests)
             yield message, telling and fresh
     if instance.malice or telling:
         yield Computing(attempt, slot, generation), telling
-    complete = account.told == ledger.terms.transfer_set
+    complete = account.told == ledger.terms.transfer_set(account.start)
     if instance.malice or (telling and complete):
         first: Literal["logits", "token"] = "token" if instance.digest else "logits"
         final = SourceFinal(attempt, slot, generation, first, 5, 0, 0)

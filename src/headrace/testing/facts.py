@@ -52,19 +52,19 @@ class Terms:
     num_attempts: int = 1
     local: bool = False
 
-    def cells(self, span: Span) -> int:
-        """The span's cells that the transfer set has, as bits."""
+    def cells(self, span: Span, start: int) -> int:
+        """The span's cells that the transfer set of positions from `start` has, as bits."""
         bits = 0
         for layer in self.layers[span.layer_start : span.layer_stop]:
             tail = layer.kind.tail if isinstance(layer.kind, Sliding) else self.num_tokens
             for position in range(span.start, span.stop):
-                if position >= self.num_tokens - tail:
+                if position >= max(start, self.num_tokens - tail):
                     bits |= 1 << (layer.index * self.num_tokens + position)
         return bits
 
-    @property
-    def transfer_set(self) -> int:
-        return self.cells(Span(0, len(self.layers), 0, self.num_tokens))
+    def transfer_set(self, start: int) -> int:
+        """All cells that must come from a source where positions from `start` must."""
+        return self.cells(Span(0, len(self.layers), 0, self.num_tokens), start)
 
     def nbytes(self, cells: int) -> int:
         row = (1 << self.num_tokens) - 1
@@ -85,6 +85,7 @@ class Account:
 
     local: for the owner's own engine. avoid: where the attempt before failed. given_up: why nothing
     more of it begins, although it has no terminal. followed: the next attempt has its place.
+    start: positions that its storage holds as soon as it has one. all_kept: these are all.
     """
 
     deadline_ns: int | None
@@ -108,6 +109,8 @@ class Account:
     asked_to_publish: bool = False
     outcome: Outcome | None = None
     retired: bool = False
+    start: int = 0
+    all_kept: bool = False
     unsafe: bool = False  # the device failed: its storage may still be written
     lost_reads: tuple[tuple[Place, ImportId], ...] = ()
 
@@ -129,7 +132,7 @@ class Account:
             return "ENDED"
         if not self.live:
             return "DRAINING" if self.flights else "PUBLISHED"
-        if self.storage and self.place is not None:
+        if self.storage and (self.place is not None or self.all_kept):
             return "SEALED" if self.final else "STREAMING"
         return "RESERVED" if self.storage else "WAITING" if self.place is None else "PARKED"
 

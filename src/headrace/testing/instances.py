@@ -28,7 +28,8 @@ class Instance:
     malformed, stale and misdirected messages, and misuse by the shell. device_faults: whatever the
     decoder is asked to do may fail. attempts, local: the policy of every request; with `local` the
     owner has an engine of its own. restarts: how many sources that died may be started again.
-    reinstates: an operator brings back what is apart.
+    reinstates: an operator brings back what is apart. starts: positions that are kept of each
+    request's prompt, 0 for those that are not named.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Instance:
     local: bool = False
     restarts: int = 0
     reinstates: bool = False
+    starts: tuple[int, ...] = ()
 
     @cached_property
     def limits(self) -> Limits:
@@ -87,16 +89,29 @@ class Instance:
     def policy(self) -> FailurePolicy:
         return FailurePolicy(self.attempts, self.local)
 
-    @cached_property
+    @property
     def plan(self) -> Plan:
+        """The plan of a prompt of which nothing was kept."""
+        return self._plans[0]
+
+    def start_of(self, number: int) -> int:
+        """Positions that are kept of the prompt of request `number`."""
+        return self.starts[number] if number < len(self.starts) else 0
+
+    def _plan(self, start: int) -> Plan:
         manifest = Manifest(
             "decoder", "tiny", self._layers, ("token_major",), 2, "float32", self.num_tokens
         )
-        return compile_plan(manifest, "token_major", self.num_tokens, self.num_tokens)
+        return compile_plan(manifest, "token_major", self.num_tokens, self.num_tokens, start)
 
-    def plan_for(self, num_tokens: int) -> Plan:
+    def plan_for(self, num_tokens: int, start: int) -> Plan:
         """The plan of a prompt; every prompt of an instance has the same length."""
-        return self.plan
+        return self._plans[start]
+
+    @cached_property
+    def _plans(self) -> tuple[Plan, ...]:
+        """By the first position that they carry."""
+        return tuple(self._plan(start) for start in range(self.num_tokens))
 
     @property
     def _layers(self) -> tuple[Layer, ...]:
@@ -276,6 +291,38 @@ _ALL: Final = (
         deaths=False,
         cancels=False,
         reinstates=True,
+    ),
+    Instance("kept", _WHOLE, starts=(2,), device_faults=True, deadline=2),
+    Instance(
+        "kept-first",  # a part of it, and the source may tell of the rest only
+        (Span(0, 1, 0, 2), Span(0, 1, 2, 3)),
+        num_tokens=3,
+        starts=(1,),
+        attempts=2,
+        deaths=False,
+    ),
+    Instance(
+        "kept-between",
+        _WHOLE,
+        requests=3,
+        slots=(2,),
+        depth=1,
+        starts=(0, 2, 0),
+        malice=False,
+        ticks=False,
+    ),
+    Instance("kept-lanes", _WHOLE, requests=2, lanes=2, starts=(2, 1), device_faults=True),
+    Instance(
+        "kept-jam",
+        _WHOLE,
+        requests=3,
+        slots=(2,),
+        depth=1,
+        starts=(2, 0, 0),
+        attempts=2,
+        malice=False,
+        cancels=False,
+        ticks=False,
     ),
 )
 INSTANCES: Final = {instance.name: instance for instance in _ALL}

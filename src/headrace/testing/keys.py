@@ -30,8 +30,8 @@ _OWNER: Final = (
 )
 _ADMISSION: Final = "lanes_free prefetch_depth _queue"
 _HANDOFF: Final = (
-    "state _name attempt num_tokens digest local avoid outcome reason has_storage source lease "
-    "final token last_progress_ns quarantine_reason lost_reads _plan _claimed _landed _queue "
+    "state _name attempt num_tokens digest local avoid start outcome reason has_storage source "
+    "lease final token last_progress_ns quarantine_reason lost_reads _plan _claimed _landed _queue "
     "_flights _queued_nbytes _num_progress"
 )
 _IMPORT: Final = "handoff slot begun_ns expected"

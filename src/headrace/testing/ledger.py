@@ -56,9 +56,11 @@ class Ledger:
         for index in range(num_slots):
             self.slots[source, index] = SlotAccount()
 
-    def submitted(self, attempt: AttemptId, deadline_ns: int | None) -> None:
+    def submitted(self, attempt: AttemptId, deadline_ns: int | None, start: int = 0) -> None:
         rule(attempt not in self.accounts, attempt, "exists already")
-        self.accounts[attempt] = Account(deadline_ns, local=not self.slot_in_service)
+        account = Account(deadline_ns, local=not self.slot_in_service, start=start)
+        account.all_kept = account.final = start == self.terms.num_tokens
+        self.accounts[attempt] = account
 
     def verdict(self, source: SourceId, message: AttemptMessage, *, fault: bool = False) -> Verdict:
         """What must become of a message; changes nothing. `fault`: the shell found it wrong."""
@@ -84,7 +86,7 @@ class Ledger:
             case Computing():
                 legal = not account.final
             case SourceFinal():
-                legal = not account.final and account.told == self.terms.transfer_set
+                legal = not account.final and account.told == self.terms.transfer_set(account.start)
             case Failed():
                 return Verdict.FAULT if account.final else Verdict.FAIL
             case Released():
@@ -114,7 +116,7 @@ class Ledger:
         elif isinstance(message, Progress):
             account.num_progress += 1
             for at, span in enumerate(message.spans):
-                cells = self.terms.cells(span)
+                cells = self.terms.cells(span, account.start)
                 account.told |= cells
                 account.since_ns = now_ns if cells else account.since_ns
                 if cells and message.digests:
@@ -260,7 +262,7 @@ class Ledger:
         for attempt, account in list(self.undecided()):
             if not account.storage and not self.lane_in_service:
                 self.fail(attempt, Cause.NO_STORAGE, now_ns)
-            elif account.place is None:
+            elif account.place is None and not account.all_kept:
                 served = self.local_in_service if account.local else self.slot_in_service
                 if not served:
                     self.fail(attempt, Cause.NO_SOURCE, now_ns)
@@ -311,6 +313,8 @@ class Ledger:
 
     def fits(self, source: SourceId, account: Account) -> bool:
         """Whether an attempt may go to this source."""
+        if account.all_kept:
+            return False
         if account.local or source == self.local:
             return account.local and source == self.local
         others = {at for at, _ in self.slots} - {source}
@@ -329,7 +333,7 @@ class Ledger:
     def is_jammed(self, account: Account) -> bool:
         """Whether a slot comes free only with storage, and storage only with a slot."""
         holders = [other for other in self.accounts.values() if other.storage]
-        stuck = all(other.place is None and not other.local for other in holders)
+        stuck = not any(other.place or other.local or other.all_kept for other in holders)
         if not account.storage or self.num_expected or not stuck:
             return False
         return not any(map(self.will_grant, {at for at, _ in self.slots}))
@@ -371,7 +375,7 @@ class Ledger:
     def _fresh(self, account: Account, spans: tuple[Span, ...]) -> bool:
         seen = account.told
         for span in spans:
-            cells = self.terms.cells(span)
+            cells = self.terms.cells(span, account.start)
             if not self.terms.inside(span) or cells & seen:
                 return False
             seen |= cells
@@ -384,7 +388,7 @@ class Ledger:
             return
         local = old.given_up is Cause.NO_SOURCE or attempt.attempt >= self.terms.num_attempts
         avoid = None if old.place is None else old.place[0]
-        new = Account(old.deadline_ns, local, avoid, storage=old.storage)
+        new = Account(old.deadline_ns, local, avoid, storage=old.storage, start=old.start)
         old.storage, old.followed = False, True
         self.accounts = dict(sorted([*self.accounts.items(), (attempt.next, new)]))
         self.retries.add(attempt)

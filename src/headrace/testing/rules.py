@@ -101,11 +101,11 @@ def settle(ledger: Ledger, now_ns: int) -> None:
 def is_publishable(ledger: Ledger, account: Account) -> bool:
     """Rule 1: exactly complete, the source-final input there, nothing in flight."""
     return (
-        account.landed == ledger.terms.transfer_set
+        account.landed == ledger.terms.transfer_set(account.start)
         and account.final
         and not account.flights
         and account.storage
-        and account.place is not None
+        and (account.place is not None or account.all_kept)
         and account.live
     )
 
@@ -141,7 +141,7 @@ def _start_prefill(ledger: Ledger, command: StartPrefill, now_ns: int) -> None:
 
 
 def _check_turn(ledger: Ledger, command: StartPrefill) -> None:
-    without = [a for a, c in ledger.undecided() if c.place is None]
+    without = [a for a, c in ledger.undecided() if c.place is None and not c.all_kept]
     holding = [a for a in without if ledger.accounts[a].storage]
     if not holding:
         rule(_may_park(ledger, command.source), command, "parks beyond the bound")
@@ -158,7 +158,7 @@ def _start_import(ledger: Ledger, command: StartImport, now_ns: int) -> None:
     rule(account.place == place, command, "where it was granted", account.place)
     rule(slot.holder == command.attempt, command, "where the slot is", slot.holder)
     rule(account.generation == slot.generation, command, "of generation", account.generation)
-    cells = ledger.terms.cells(command.piece)
+    cells = ledger.terms.cells(command.piece, account.start)
     nbytes = ledger.terms.nbytes(cells)
     rule(cells != 0 and not cells & ~account.told, command, "of cells not told")
     rule(not cells & account.asked, command, "of cells that were imported before")
@@ -176,7 +176,7 @@ def _start_import(ledger: Ledger, command: StartImport, now_ns: int) -> None:
 
 def _check_digest(ledger: Ledger, command: CheckDigest, now_ns: int) -> None:
     account = ledger.accounts[command.attempt]
-    entry = (ledger.terms.cells(command.span), command.expected)
+    entry = (ledger.terms.cells(command.span, account.start), command.expected)
     rule(account.live, command, "where it has", account)
     rule(entry in account.digests, command, "where open are", account.digests)
     rule(not entry[0] & ~account.fenced, command, "before every piece is fenced")
@@ -194,7 +194,8 @@ def _publish(ledger: Ledger, command: Publish) -> None:
     account = ledger.accounts[command.attempt]
     rule(not account.asked_to_publish, command, "twice")
     rule(is_publishable(ledger, account), command, "where it has", account)
-    rule(account.place == (command.source, command.slot), command, "of another slot")
+    place = account.place or (None, None)
+    rule(place == (command.source, command.slot), command, "of another slot")
     rule(account.token == command.token, command, "where the token was", account.token)
     account.asked_to_publish = True
 
@@ -210,7 +211,11 @@ def _give_back(ledger: Ledger, attempt: AttemptId, *, apart: bool) -> None:
 
 
 def _settle_admission(ledger: Ledger) -> None:
-    without = [account for _, account in ledger.undecided() if account.place is None]
+    without = [
+        account
+        for _, account in ledger.undecided()
+        if account.place is None and not account.all_kept
+    ]
     if ledger.lanes_free > 0:
         lacking = [str(a) for a, account in ledger.undecided() if not account.storage]
         rule(not lacking, "a lane is free, and storage is lacked by", lacking)

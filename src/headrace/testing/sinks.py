@@ -33,11 +33,23 @@ def ask(
     chunk: int = 0,
     prefill_chunk: int = 0,
     emission: Emission = "layers",
+    start: int = 0,
+    cuts: tuple[int, ...] = (),
 ) -> Prefill:
     """A grant of slot 0 to the first attempt, as an owner would send it."""
-    attempt = AttemptId(0, 0, 1)
     return Prefill(
-        attempt, 0, 0, num_tokens, route, group_layers, chunk, prefill_chunk, emission, False
+        AttemptId(0, 0, 1),
+        0,
+        0,
+        num_tokens,
+        route,
+        group_layers,
+        chunk,
+        prefill_chunk,
+        emission,
+        digest=False,
+        start=start,
+        cuts=cuts,
     )
 
 
@@ -45,15 +57,12 @@ class MemorySink:
     """One attempt over plain memory; implements `PrefillSink`.
 
     `commits` are the span batches in order; `snapshots` the bytes of each batch's cells when it was
-    announced, by (layer, part, start, stop). `start`: the first position asked for; coverage
-    counts from there. `cancel_at`: the number of calls of `check`, `write`, `commit` and `final`
+    announced, by (layer, part, start, stop). `cancel_at`: the number of calls of `check`, `write`, `commit` and `final`
     after which each raises Cancelled; `calls` are the names of all of them in order, `num_refused`
     of those are the ones that it was raised in.
     """
 
-    def __init__(
-        self, plan: Plan, options: Prefill, *, start: int = 0, cancel_at: int | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, options: Prefill, *, cancel_at: int | None = None) -> None:
         self.plan = plan
         self.options = options
         self.buffer = memoryview(bytearray(bytes([UNWRITTEN]) * plan.slot.nbytes))
@@ -66,7 +75,7 @@ class MemorySink:
         self.num_refused = 0
         self._broken = ""
         self._cancel_at = cancel_at
-        self.windows = tuple((min(max(lo, start), hi), hi) for lo, hi in plan.windows)
+        self.windows = plan.windows
         self._coverage = Coverage(self.windows, plan.num_tokens)
 
     @property

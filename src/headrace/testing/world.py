@@ -78,7 +78,7 @@ class World:
                 return self.ledger.running(source) is None
             case Submit() | Outrun(first=Submit()):
                 local = self.instance.local and self.ledger.local_in_service
-                served = self.ledger.slot_in_service or local
+                served = self.ledger.slot_in_service or local or self._all_kept()
                 return not (served and self.ledger.lane_in_service)
             case Cancel(request=request):
                 return self.ledger.current(request)[1].outcome is not None
@@ -108,7 +108,12 @@ class World:
                 rule(owner.dropped["dead"] == dead, "dropped as of a dead source, or not as one")
             case Submit() | Outrun(first=Submit()):
                 with _raises(Refused):
-                    owner.submit(self.instance.num_tokens, self.now_ns, policy=self.instance.policy)
+                    owner.submit(
+                        self.instance.num_tokens,
+                        self.now_ns,
+                        policy=self.instance.policy,
+                        start=self._start(),
+                    )
             case Cancel(request=request):
                 rule(not owner.cancel(request, self.now_ns), "a decided hand-off was cancelled")
             case Forget(source=source):
@@ -211,6 +216,13 @@ class World:
                 rule(account.over, attempt, "never ends:", account)
         return waits
 
+    def _start(self) -> int:
+        """Positions that are kept of the next request's prompt."""
+        return self.instance.start_of(len({at.request for at in self.ledger.accounts}))
+
+    def _all_kept(self) -> bool:
+        return self._start() == self.instance.num_tokens
+
     def _overdue(self, account: Account) -> bool:
         """Whether the slots that an attempt could get are all given up at their drain deadline."""
         gone = self.ledger.dead | self.ledger.doomed
@@ -227,14 +239,16 @@ class World:
             case Submit():
                 deadline = self.instance.deadline
                 deadline_ns = None if deadline is None else now_ns + deadline
+                start = self._start()
                 request = owner.submit(
                     self.instance.num_tokens,
                     now_ns,
                     deadline_ns,
                     digest=self.instance.digest,
                     policy=self.instance.policy,
+                    start=start,
                 )
-                ledger.submitted(AttemptId(*request, 1), deadline_ns)
+                ledger.submitted(AttemptId(*request, 1), deadline_ns, start)
             case Tell(source=source, message=message, fault=fault):
                 self._tell(source, message, fault=fault)
             case Garble(source=source):

@@ -186,7 +186,7 @@ class Shell:
         for index, num_slots in enumerate(slots):
             self.add_source(index, num_slots)
 
-    def plan_for(self, num_tokens: int) -> Plan:
+    def plan_for(self, num_tokens: int, start: int = 0) -> Plan:
         return make_plan(num_tokens, *self.kinds)
 
     def add_source(self, source: int, num_slots: int, **kind: bool) -> None:

@@ -78,7 +78,7 @@ def digest_of(cells: Mapping[Cell, AttemptId], plan: Plan, span: Span) -> int:
 class Source:
     """A source's end: its attempt, what its engine still has to commit, and both its queues."""
 
-    def __init__(self, num_slots: int, plan_for: Callable[[int], Plan]) -> None:
+    def __init__(self, num_slots: int, plan_for: Callable[[int, int], Plan]) -> None:
         self.plan_for = plan_for
         self.slots: list[dict[Cell, AttemptId]] = [{} for _ in range(num_slots)]
         self.inbox: deque[bytes] = deque()
@@ -96,7 +96,7 @@ class Source:
 
     def _take(self, message: ToSource) -> None:
         if isinstance(message, Prefill):
-            plan = self.plan_for(message.num_tokens)
+            plan = self.plan_for(message.num_tokens, message.start)
             self.attempt = SourceAttempt(message, plan)
             self.attempt.start(0)
             self.program = program_of(plan, message)
@@ -139,7 +139,10 @@ class Ends:
     """
 
     def __init__(
-        self, owner: Owner, plan_for: Callable[[int], Plan], options: Callable[[AttemptId], Prefill]
+        self,
+        owner: Owner,
+        plan_for: Callable[[int, int], Plan],
+        options: Callable[[AttemptId], Prefill],
     ) -> None:
         """`options` of an attempt are those of its grant, all but the ids."""
         self.owner = owner
@@ -317,4 +320,5 @@ class Ends:
         return [flight for flight in self.flights.values() if flight.attempt == attempt]
 
     def _plan(self, attempt: AttemptId) -> Plan:
-        return self.plan_for(self.options(attempt).num_tokens)
+        options = self.options(attempt)
+        return self.plan_for(options.num_tokens, options.start)

@@ -189,7 +189,7 @@ def test_without_a_source_only_a_local_request_is_accepted_and_only_where_it_can
 
 
 def test_a_plan_that_is_refused_leases_no_slot() -> None:
-    def refuse(num_tokens: int) -> Plan:
+    def refuse(num_tokens: int, start: int) -> Plan:
         raise Refused("too long for this source")
 
     owner = Owner(EPOCH, Limits(1, CONTEXT))

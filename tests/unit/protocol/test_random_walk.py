@@ -55,7 +55,7 @@ class Walk:
             progress_timeout_ns=400,
             drain_timeout_ns=30,
         )
-        self.ends = Ends(Owner(EPOCH, limits), lambda n: make_plan(n, *KINDS), options_of)
+        self.ends = Ends(Owner(EPOCH, limits), lambda n, _: make_plan(n, *KINDS), options_of)
         self.policies: list[FailurePolicy] = []
         self.num_reinstated = 0
         if self.random.random() < 0.5:

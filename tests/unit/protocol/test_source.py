@@ -579,7 +579,7 @@ def pipe(
         emission=emission,
     )
     limits = Limits(num_lanes=1, context=CONTEXT, chunk_nbytes=4 * ROW_NBYTES)
-    ends = Ends(Owner(EPOCH, limits), lambda n: make_plan(n, *HYBRID), lambda _: options)
+    ends = Ends(Owner(EPOCH, limits), lambda n, _: make_plan(n, *HYBRID), lambda _: options)
     end = ends.sources[source := ends.add_source(1)]
     request = ends.owner.submit(n, 0, digest=digest)
     ends.obey()

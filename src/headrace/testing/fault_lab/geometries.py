@@ -181,11 +181,10 @@ class PromptTerms(Terms):
     def padding(self) -> int:
         return self._geometry.universe & ~self._needed
 
-    @property
-    def transfer_set(self) -> int:
-        return self._geometry.universe
+    def transfer_set(self, start: int) -> int:
+        return self._geometry.universe  # nothing is kept in the lab: `start` is 0
 
-    def cells(self, span: Span) -> int:
+    def cells(self, span: Span, start: int) -> int:
         bits = self._cells.get(span)
         if bits is None:
             bits = 0

@@ -39,7 +39,7 @@ class Tiny(Instance):
         times = self.progress_timeout, self.drain_timeout
         return Limits(self.lanes, CONTEXT, self.depth, self.chunk_nbytes, *times)
 
-    def plan_for(self, num_tokens: int) -> Plan:
+    def plan_for(self, num_tokens: int, start: int = 0) -> Plan:
         return self.geometry.plan(num_tokens)
 
     @property

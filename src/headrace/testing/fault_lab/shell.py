@@ -381,6 +381,8 @@ class Shell:
         lab, attempt = self._lab, command.attempt
         asked = lab.asked[attempt.counter]
         lab.device.publish(attempt, asked.num_tokens)
+        if command.source is None or command.slot is None:
+            raise Broken(1, f"{attempt} is published without a source")
         if command.token is None:
             slot = lab.sources[command.source].slots[command.slot]
             if slot.granted != attempt or slot.logits != logits_of(attempt):

@@ -88,8 +88,8 @@ class PromptLedger(Ledger):
         """What is looked at next is of this request."""
         self.terms = self._of.get(request, self.terms)
 
-    def submitted(self, attempt: AttemptId, deadline_ns: int | None) -> None:
-        super().submitted(attempt, deadline_ns)
+    def submitted(self, attempt: AttemptId, deadline_ns: int | None, start: int = 0) -> None:
+        super().submitted(attempt, deadline_ns, start)
         self._of[attempt.counter] = self.terms
         self._pad(attempt)
 
@@ -266,7 +266,7 @@ class WatchedAttempt:
         self.committed += spans
         self._digests += digests
         for span in spans:
-            self._told |= self._terms.cells(span)
+            self._told |= self._terms.cells(span, 0)
         self._check_progress(sent, now_ns)
         held = len(self.committed) - self._num_told
         rule(held < MAX_SPANS or self._num_sent >= MAX_PROGRESS - 3, held, "spans are held")
@@ -274,7 +274,7 @@ class WatchedAttempt:
 
     def final(self, token: int | None, now_ns: int) -> list[Progress | SourceFinal]:
         """The engine gives the source-final input."""
-        complete = self._told == self._terms.transfer_set & ~self._terms.padding
+        complete = self._told == self._terms.transfer_set(0) & ~self._terms.padding
         refusal = self._refusal() or (None if complete else LocalProtocolError)
         with _Expected(refusal):
             sent = self.machine.final(token, now_ns, now_ns)
@@ -313,7 +313,7 @@ class WatchedAttempt:
     def _fresh(self, spans: Sequence[Span]) -> bool:
         seen = self._told
         for span in spans:
-            cells = self._terms.cells(span)
+            cells = self._terms.cells(span, 0)
             if not self._terms.inside(span) or cells & seen:
                 return False
             seen |= cells
@@ -329,7 +329,7 @@ class WatchedAttempt:
             self._num_told = stop
         self._num_sent += len(sent)
         rule(self._num_sent <= MAX_PROGRESS - 2, self._num_sent, "progress messages")
-        if any(self._terms.cells(span) for message in sent for span in message.spans):
+        if any(self._terms.cells(span, 0) for message in sent for span in message.spans):
             self._heard_ns = now_ns
         self._check_lease(sent)
 
