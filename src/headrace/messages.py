@@ -35,6 +35,8 @@ Route: TypeAlias = Literal["whole", "chunked", "streamed"]
 AskedRoute: TypeAlias = Literal["whole", "chunked", "streamed", "auto"]
 Lane: TypeAlias = Literal["source", "owner"]
 OnFailure: TypeAlias = Literal["fail", "retry", "local"]
+PrefixAsked: TypeAlias = Literal["off", "identical", "shared"]
+Remainder: TypeAlias = Literal["none", "source", "owner"]
 
 
 class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag_field="t"):
@@ -220,6 +222,8 @@ class Submit(_Message, frozen=True, tag="submit"):
     on_failure: OnFailure
     max_attempts: Count
     poison: bool
+    prefix: PrefixAsked = "off"
+    prefill_cuts: Annotated[tuple[Count, ...], Meta(max_length=MAX_CUTS)] = ()
 
 
 class Withdraw(_Message, frozen=True, tag="withdraw"):
@@ -353,12 +357,24 @@ class RouteChoice(_Message, frozen=True, tag="choice"):
     reason: Annotated[str, Meta(max_length=MAX_CHOICE_TEXT)]
 
 
+class Reuse(_Message, frozen=True, tag="reuse"):
+    """What of a prompt was not prefilled, since the decoder had kept it, and why so much.
+
+    positions: the first ones. remainder: who computed the others; none if there were none.
+    """
+
+    positions: Count
+    remainder: Remainder
+    reason: Annotated[str, Meta(max_length=MAX_CHOICE_TEXT)]
+
+
 class Ended(_Message, frozen=True, tag="ended"):
     """The request's one terminal; `mistake` names the option if it was refused as asked.
 
     Digests are hex, empty unless asked for by `audit`: of every logits row in order, and per layer
     of the published cells. cause: why it was not published, as a word, or empty. attempts: the
-    reasons of the attempts that others followed. choice: what route `auto` came to.
+    reasons of the attempts that others followed. choice: what route `auto` came to. reuse: what a
+    request that asked for it got of kept prompts.
     """
 
     label: Count
@@ -371,6 +387,7 @@ class Ended(_Message, frozen=True, tag="ended"):
     cause: Text
     attempts: Annotated[tuple[Text, ...], Meta(max_length=MAX_ATTEMPTS)]
     choice: RouteChoice | None
+    reuse: Reuse | None = None
 
 
 class Quarantined(_Message, frozen=True, tag="apart"):

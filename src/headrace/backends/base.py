@@ -184,11 +184,15 @@ class Kept:
 class KeepsEntries(Protocol):
     """A decoder whose published entries can outlive their lanes.
 
-    keeps_nbytes: most bytes of lane memories without a lane and of tails, which the caller keeps to
-    by evicting before it frees; 0 if it was told to keep none.
+    keeps_nbytes: what `kept_nbytes` may come to, 0 if it was told to keep none. It is the caller
+    who keeps to it, by evicting before anything else is reserved.
     """
 
     keeps_nbytes: int
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of lane memories that no lane uses and something is kept in, and of all tails."""
 
     def keep(self, entry: Entry) -> Kept:
         """Keep a published entry's prompt; called before its first decode step.

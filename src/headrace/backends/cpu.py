@@ -1,7 +1,9 @@
-"""The CPU decoder: lanes of reserved memory, and one sequence per forward.
+"""The CPU decoder: lanes of reserved memory, decoded in place.
 
-Sequences are decoded one after another and never batched, because a batch of two rounds otherwise
-than two batches of one: what a request gets does not depend on its neighbours.
+By default sequences are decoded one after another, one per forward: the exact mode, since a batch
+of two rounds otherwise than two batches of one. With `decode_batch` several are decoded in one
+forward, as `headrace.engine.batching` says. In both what a request gets does not depend on its
+neighbours.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ import torch
 from msgspec import Meta, Struct
 
 from headrace.backends.base import Caps, Done, Entry, Reservation, SlotView
+from headrace.backends.keeping import ContinuingEngine, KeepsInLanes, extra_storages
 from headrace.backends.lane_table import LaneTable
 from headrace.backends.options import read_options
-from headrace.backends.torch import TorchEngine
+from headrace.engine.batching import Batching, Fed
 from headrace.engine.capacity import require_memory
 from headrace.engine.host import copy_rows
-from headrace.engine.lanes import Lane, lane_nbytes
+from headrace.engine.lanes import lane_nbytes
 from headrace.engine.layers import manifest
 from headrace.engine.loading import LoadedModel, load_model
 from headrace.engine.tensors import as_bytes, over_address
@@ -28,6 +31,7 @@ from headrace.geometry import Layout, Manifest
 from headrace.plan import Copy
 
 DEFAULT_CONTEXT = 2048
+MAX_DECODE_BATCH = 256
 
 
 class Options(Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,7 +39,9 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
 
     model: a directory with config.json and safetensors. attn: the attention implementation, by
     default the model's best. lanes: most requests that hold storage at once. context: positions of
-    one lane, by default the model's or 2048, whichever is fewer.
+    one lane, by default the model's or 2048, whichever is fewer. decode_batch: sequences decoded in
+    one forward; 1 is the exact mode. keep_nbytes: bytes for entries kept beyond their lanes, 0 to
+    keep none.
     """
 
     model: str
@@ -44,14 +50,16 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     attn: str | None = None
     lanes: Annotated[int, Meta(ge=1)] = 1
     context: Annotated[int, Meta(ge=1)] | None = None
+    decode_batch: Annotated[int, Meta(ge=1, le=MAX_DECODE_BATCH)] = 1
+    keep_nbytes: Annotated[int, Meta(ge=0)] = 0
 
 
 def open(config: Mapping[str, Any]) -> CpuDecoder:
     """Load the decoder from the fields of `Options`.
 
     Raises:
-        Refused: an option is unknown or wrong, the model's cache is not supported, or memory is
-        short.
+        Refused: an option is unknown or wrong, the model's cache is not supported or cannot be
+        decoded in batches, or memory is short.
     """
     options = read_options(config, Options, "cpu")
     model = load_model(
@@ -61,25 +69,42 @@ def open(config: Mapping[str, Any]) -> CpuDecoder:
         attention=options.attn,
     )
     context = options.context or min(DEFAULT_CONTEXT, model.max_positions)
-    return CpuDecoder(model, options.lanes, context)
+    return CpuDecoder(
+        model, options.lanes, context, options.decode_batch, keep_nbytes=options.keep_nbytes
+    )
 
 
-class CpuDecoder:
-    """Decodes up to `lanes` sequences of up to `context` positions in this process."""
+class CpuDecoder(KeepsInLanes):
+    """Decodes up to `lanes` sequences of up to `context` positions in this process.
 
-    def __init__(self, model: LoadedModel, lanes: int, context: int) -> None:
+    `decode_batch` of them in one forward. `keep_nbytes`: see `Options`.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        lanes: int,
+        context: int,
+        decode_batch: int = 1,
+        *,
+        keep_nbytes: int = 0,
+    ) -> None:
         if context > model.max_positions:
             raise Refused(
                 f"context is {context}, the model was made for {model.max_positions}",
                 field="context",
             )
-        self.caps = Caps(max_lanes=lanes)
-        self.facts = model.pairing_facts("DynamicCache")
+        self.caps = Caps(max_lanes=lanes, decode_batch=decode_batch)
+        self.facts = {**model.pairing_facts("DynamicCache"), "decode_batch": decode_batch}
         self._model: LoadedModel | None = model
         self._manifest = manifest(model.config, model.directory, "decoder", model.dtype, context)
         self._layers = self._manifest.layers
-        require_memory(lanes * lane_nbytes(self._layers, context), f"{lanes} lanes")
-        self._lanes = LaneTable(self._layers, context, lanes)
+        self.keeps_nbytes = keep_nbytes
+        extra = extra_storages(self._layers, context, keep_nbytes)
+        what = f"{lanes} lanes" + (f" and {extra} for kept entries" if extra else "")
+        require_memory((lanes + extra) * lane_nbytes(self._layers, context), what)
+        self._lanes = LaneTable(self._layers, context, lanes, extra=extra)
+        self._batching = Batching(model, self._layers, decode_batch) if decode_batch > 1 else None
 
     def manifest(self) -> Manifest:
         return self._manifest
@@ -132,6 +157,8 @@ class CpuDecoder:
     def free(self, held: Reservation | Entry) -> None:
         """Give the lane back."""
         self._lanes.free(held)
+        if self._batching is not None:
+            self._batching.forget(held)
 
     def decode_step(self, active: Sequence[tuple[Entry, int]]) -> list[memoryview]:
         """Feed each entry its next token; returns each one's float32 row of logits.
@@ -148,30 +175,32 @@ class CpuDecoder:
         for _, token in active:
             self._model.check_tokens((token,))
         before = [lane.length for lane in lanes]
+        fed = [Fed(entry, lane, token) for lane, (entry, token) in zip(lanes, active, strict=True)]
         try:
-            return [
-                self._decode_one(self._model, lane, token)
-                for lane, (_, token) in zip(lanes, active, strict=True)
-            ]
+            if self._batching is None:
+                logits = [_decode_alone(self._model, each) for each in fed]
+            else:
+                logits = self._batching.step(fed)
+            return [row.numpy().data for row in logits]
         except BaseException:
             for lane, length in zip(lanes, before, strict=True):
                 lane.rewind(length)
             raise
 
-    def prefill_engine(self) -> TorchEngine:
-        """An engine that computes with this decoder's weights and threads."""
+    def prefill_engine(self) -> ContinuingEngine:
+        """An engine that computes with this decoder's weights and threads, on what is kept here."""
         if self._model is None:
             raise Closed("the cpu decoder was closed")
-        return TorchEngine(self._model, self._model.max_positions)
+        return ContinuingEngine(self._model, self._model.max_positions, self._lanes.seed)
 
     def statistics(self) -> Mapping[str, int]:
-        """Lanes by state, and bytes of lane storage."""
+        """Lanes by state, memories by use, their bytes, and what is kept."""
         return self._lanes.statistics()
 
     def close(self) -> None:
-        self._model = None
+        self._model = self._batching = None
         self._lanes.close()
 
-    def _decode_one(self, model: LoadedModel, lane: Lane, token: int) -> memoryview:
-        logits = model.forward(torch.tensor([[token]], dtype=torch.long), lane.cache)
-        return logits.numpy().data
+
+def _decode_alone(model: LoadedModel, fed: Fed) -> torch.Tensor:
+    return model.forward(torch.tensor([[fed.token]], dtype=torch.long), fed.lane.cache)

@@ -1,7 +1,8 @@
-"""The lanes of one decoder, and who holds each: what all decoders of this project share.
+"""The lanes of one decoder, who holds each, and what is kept beyond them: what all decoders share.
 
-It moves no byte of a cache. It says which lane a reservation or an entry stands for, refuses stale
-ones, and checks both ends of a copy before a tensor of them exists.
+It says which lane a reservation or an entry stands for, refuses stale ones, and checks both ends of
+a copy before a tensor of them exists. The only bytes that it moves are those of kept entries, and
+these by a copier of the device.
 """
 
 from __future__ import annotations
@@ -9,16 +10,31 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
-from headrace.backends.base import Entry, Reservation, SlotView
+from headrace.backends.base import Entry, Kept, Reservation, SlotView
+from headrace.backends.storages import Storages
 from headrace.engine.lanes import Lane, host_bytes
+from headrace.engine.prefill import Seed, States, needed_rows
 from headrace.engine.tensors import check_region
 from headrace.errors import LocalProtocolError, WouldBlock
-from headrace.geometry import Layer
-from headrace.plan import Copy
+from headrace.geometry import Layer, Sliding
+from headrace.plan import Copy, live_window
+
+Move: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""A target and a source of one shape, [heads, positions, head_dim], both in the device's memory."""
+
+Copier: TypeAlias = Callable[[Sequence[Move]], None]
+"""Carries moves out, or queues them in order with imports and before what later decodes: then it
+holds on to the tensors until they are done. Raises: DeviceError."""
+
+
+def copy_now(moves: Sequence[Move]) -> None:
+    """The copier of host memory: all is copied on return."""
+    for target, source in moves:
+        target.copy_(source)
 
 
 class _LaneState(Enum):
@@ -29,17 +45,22 @@ class _LaneState(Enum):
 
 @dataclass
 class _Record:
-    """A lane and who holds it; `serial` rises with each reservation, so that stale ones differ."""
+    """A lane and who holds it; `serial` rises with each reservation, so that stale ones differ.
+
+    kept_positions: the first positions came from what is kept; no import may touch them.
+    """
 
     lane: Lane
     state: _LaneState = _LaneState.FREE
     serial: int = 0
+    kept_positions: int = 0
 
 
 class LaneTable:
     """`lanes` lanes of up to `context` positions.
 
-    allocate: makes a lane's memory of that many bytes, a flat uint8 tensor.
+    allocate: makes a lane's memory of that many bytes, a flat uint8 tensor. extra: memories beside
+    those of the lanes, for what is kept. copier: moves what is kept.
     """
 
     def __init__(
@@ -48,27 +69,109 @@ class LaneTable:
         context: int,
         lanes: int,
         allocate: Callable[[int], torch.Tensor] = host_bytes,
+        *,
+        extra: int = 0,
+        copier: Copier = copy_now,
     ) -> None:
         self._layers = layers
         self._context = context
-        self._records = [_Record(Lane(layers, context, allocate)) for _ in range(lanes)]
+        self._storages = Storages(layers, context, lanes + extra, allocate)
+        self._copier = copier
+        self._records = [_Record(Lane(layers, context, None)) for _ in range(lanes)]
 
     def reserve(self, num_tokens: int) -> Reservation:
         """Set a lane aside for a prompt.
 
         Raises:
             WouldBlock: no lane is free.
-            LocalProtocolError: the prompt can never fit.
+            LocalProtocolError: the prompt can never fit, or too much is kept for the lane to have
+                memory.
         """
-        if not 1 <= num_tokens <= self._context:
-            raise LocalProtocolError(f"{num_tokens} tokens, a lane holds 1 to {self._context}")
-        for index, record in enumerate(self._records):
-            if record.state is _LaneState.FREE:
-                record.lane.begin(num_tokens)
-                record.state = _LaneState.RESERVED
-                record.serial += 1
-                return Reservation(index, num_tokens, record.serial)
-        raise WouldBlock(f"all {len(self._records)} lanes are taken")
+        index = self._free_lane(num_tokens)
+        self._records[index].lane.use(self._storages.take(index))
+        return self._reserved(index, num_tokens)
+
+    def reserve_from(self, kept: Kept, positions: int, num_tokens: int) -> Reservation:
+        """Set a lane aside with the live cells of [0, `positions`) of `kept` in place.
+
+        Raises:
+            WouldBlock: no lane is free.
+            LocalProtocolError: as `reserve`, or `kept` cannot be reused so.
+            DeviceError: a copy failed; then the lane and its memory stay taken.
+        """
+        if not self.can_reuse(kept, positions) or positions > num_tokens:
+            raise LocalProtocolError(
+                f"positions [0, {positions}) of {kept} for a prompt of {num_tokens}"
+            )
+        index = self._free_lane(num_tokens)
+        lane = self._records[index].lane
+        storage = self._storages.take_over(kept, positions, index)
+        in_place = storage is not None
+        lane.use(storage if storage is not None else self._storages.take(index))
+        reservation = self._reserved(index, num_tokens, positions)
+        moves: list[Move] = []
+        for layer in self._layers:
+            start = live_window(layer, num_tokens)[0]
+            if start >= positions or (in_place and not isinstance(layer.kind, Sliding)):
+                continue
+            sources = self._storages.rows(kept, layer, start, positions)
+            for part, source in enumerate(sources):
+                moves.append((lane.cells(layer.index, part, start, positions), source))
+        self._copier(moves)
+        return reservation
+
+    def keep(self, entry: Entry) -> Kept:
+        """Keep a published entry's prompt, before its first decode step.
+
+        Raises:
+            LocalProtocolError: the entry is stale, or was decoded.
+            Refused: there is no memory for its sliding layers' rows; then nothing is kept.
+        """
+        lane = self._held(entry, _LaneState.PUBLISHED).lane
+        if lane.length != entry.num_tokens:
+            raise LocalProtocolError(f"{entry} has {lane.length} positions: it was decoded")
+        tails = self._storages.new_tails(entry.num_tokens)
+        window = {layer: live_window(self._layers[layer], entry.num_tokens) for layer in tails}
+        self._copier(
+            [
+                (target, lane.cells(layer, part, *window[layer]))
+                for layer, parts in tails.items()
+                for part, target in enumerate(parts)
+            ]
+        )
+        return self._storages.keep(entry.lane, entry.num_tokens, tails)
+
+    def can_reuse(self, kept: Kept, positions: int) -> bool:
+        """Whether positions [0, `positions`) of it are enough to go on from.
+
+        Raises:
+            LocalProtocolError: it is not kept.
+        """
+        return self._storages.can_reuse(kept, positions)
+
+    def seed(self, kept: Kept, positions: int) -> Seed:
+        """What a prefill can go on from at `positions`: views, good for as long as it is kept.
+
+        Raises:
+            LocalProtocolError: it is not kept, or cannot be reused so.
+        """
+        if not self.can_reuse(kept, positions):
+            raise LocalProtocolError(f"positions [0, {positions}) of {kept} are not enough")
+        layers: list[States | None] = []
+        for layer in self._layers:
+            start = positions - needed_rows(layer, positions)
+            rows = self._storages.rows(kept, layer, start, positions) if layer.parts else ()
+            layers.append((rows[0], rows[1]) if rows else None)
+        return Seed(positions, tuple(layers))
+
+    def evict(self, kept: Kept) -> None:
+        """Keep it no longer. Raises: LocalProtocolError if it is not kept."""
+        self._storages.evict(kept)
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of memories that no lane uses and something is kept in, and of all tails."""
+        return self._storages.kept_nbytes
 
     def targets(
         self, reservation: Reservation, slot: SlotView, copies: Sequence[Copy]
@@ -76,10 +179,11 @@ class LaneTable:
         """The lane's cells of each copy, [heads, positions, head_dim], both ends checked.
 
         Raises:
-            LocalProtocolError: the reservation is stale, or a copy lies outside it or the slot.
+            LocalProtocolError: the reservation is stale, or a copy lies outside it or the slot, or
+                in what is kept.
         """
-        lane = self._held(reservation, _LaneState.RESERVED).lane
-        return [self._target(lane, slot, copy) for copy in copies]
+        record = self._held(reservation, _LaneState.RESERVED)
+        return [self._target(record, slot, copy) for copy in copies]
 
     def cells(self, held: Reservation | Entry, copy: Copy) -> torch.Tensor:
         """The prompt's cells of a copy, a view [heads, positions, head_dim].
@@ -99,10 +203,11 @@ class LaneTable:
         return Entry(reservation.lane, reservation.num_tokens, reservation.serial)
 
     def free(self, held: Reservation | Entry) -> None:
-        """Give the lane back."""
+        """Give the lane back; its memory stays for what is kept in it."""
         record = self._held(held, _state_of(held))
-        record.lane.begin(0)
+        record.lane.leave()
         record.state = _LaneState.FREE
+        self._storages.leave(held.lane)
 
     def decoding(self, entries: Sequence[Entry]) -> list[Lane]:
         """The lanes of entries that are about to take one decode step together.
@@ -121,18 +226,41 @@ class LaneTable:
         return lanes
 
     def statistics(self) -> dict[str, int]:
-        """Lanes by state, and bytes of lane storage."""
+        """Lanes by state, memories by use, their bytes, and what is kept."""
         states = [record.state for record in self._records]
         return {
             "lanes_free": states.count(_LaneState.FREE),
             "lanes_reserved": states.count(_LaneState.RESERVED),
             "lanes_published": states.count(_LaneState.PUBLISHED),
-            "nbytes": sum(record.lane.storage.nbytes for record in self._records),
+            "nbytes": self._storages.nbytes,
+            **self._storages.statistics(),
         }
 
+    def check_integrity(self) -> None:
+        """Raise LocalProtocolError unless each lane in use has one memory, and all adds up."""
+        states = enumerate(record.state for record in self._records)
+        self._storages.check_integrity([at for at, s in states if s is not _LaneState.FREE])
+
     def close(self) -> None:
-        """Let go of all lanes. Idempotent."""
+        """Let go of all lanes and memories. Idempotent."""
         self._records = []
+        self._storages.close()
+
+    def _free_lane(self, num_tokens: int) -> int:
+        if not 1 <= num_tokens <= self._context:
+            raise LocalProtocolError(f"{num_tokens} tokens, a lane holds 1 to {self._context}")
+        for index, record in enumerate(self._records):
+            if record.state is _LaneState.FREE:
+                return index
+        raise WouldBlock(f"all {len(self._records)} lanes are taken")
+
+    def _reserved(self, index: int, num_tokens: int, kept_positions: int = 0) -> Reservation:
+        record = self._records[index]
+        record.lane.begin(num_tokens)
+        record.state = _LaneState.RESERVED
+        record.serial += 1
+        record.kept_positions = kept_positions
+        return Reservation(index, num_tokens, record.serial)
 
     def _held(self, held: Reservation | Entry, state: _LaneState) -> _Record:
         if not 0 <= held.lane < len(self._records):
@@ -147,7 +275,7 @@ class LaneTable:
             raise LocalProtocolError(f"{held}: the lane is {record.state.value}, not {state.value}")
         return record
 
-    def _target(self, lane: Lane, slot: SlotView, copy: Copy) -> torch.Tensor:
+    def _target(self, record: _Record, slot: SlotView, copy: Copy) -> torch.Tensor:
         if not 0 <= copy.layer < len(self._layers):
             raise LocalProtocolError(f"layer {copy.layer}, the model has {len(self._layers)}")
         parts = self._layers[copy.layer].parts
@@ -158,7 +286,11 @@ class LaneTable:
         check_region(
             copy.source, parts[copy.part], copy.stop - copy.start, slot.layout, slot.buffer.nbytes
         )
-        return lane.cells(copy.layer, copy.part, copy.start, copy.stop)
+        if copy.start < record.kept_positions:
+            raise LocalProtocolError(
+                f"{copy}, the first {record.kept_positions} positions are there and kept"
+            )
+        return record.lane.cells(copy.layer, copy.part, copy.start, copy.stop)
 
 
 _TYPES: Final = {_LaneState.RESERVED: Reservation, _LaneState.PUBLISHED: Entry}

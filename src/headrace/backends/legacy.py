@@ -47,7 +47,7 @@ class LegacyEngine:
         self._engine = engine
 
     def manifest(self) -> Manifest:
-        return replace(self._engine.manifest(), emits=())
+        return replace(self._engine.manifest(), emits=(), prefix="none")
 
     def prefill_stream(self, tokens: Sequence[int], sink: PrefillSink, start: int = 0) -> None:
         if start:

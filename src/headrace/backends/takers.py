@@ -1,36 +1,38 @@
-"""What becomes of a prefill's cache on each route: when it is copied into the slot and announced.
+"""What becomes of a prefill's cache on each route: when it is carried into the slot and announced.
 
 What the three routes share is the computation; they differ only in when a layer's states, final at
-its cache update, are copied and announced.
+its cache update, are carried there and committed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import assert_never
 
 import torch
 
-from headrace.backends.base import Cells, PrefillSink, SpanWriter
-from headrace.engine.prefill import TakenCache, Taker
-from headrace.engine.tensors import copy_in
+from headrace.backends.base import PrefillSink, SpanWriter
+from headrace.backends.carriers import Carrier, HostCarrier
+from headrace.engine.prefill import States, TakenCache, Taker
 from headrace.geometry import Full, Sliding
 from headrace.ids import Span
 from headrace.plan import Plan
 
-States = tuple[torch.Tensor, torch.Tensor]
 
+def taker_of(sink: PrefillSink, start: int, carrier: Carrier | None = None) -> _Streamed | _Kept:
+    """The taker of the route that the sink's attempt was granted, for positions [start, n).
 
-def taker_of(sink: PrefillSink, start: int) -> _Streamed | _Kept:
-    """The taker of the route that the sink's attempt was granted, for positions [start, n)."""
+    carrier: by default one for states that lie in host memory.
+    """
+    carrier = carrier or HostCarrier(sink)
     match sink.options.route:
         case "streamed":
-            return _Streamed(sink, start)
+            return _Streamed(sink, start, carrier)
         case "chunked":
-            return _Kept(sink, start, by_chunk=True)
+            return _Kept(sink, start, carrier, by_chunk=True)
         case "whole":
-            return _Kept(sink, start, by_chunk=False)
+            return _Kept(sink, start, carrier, by_chunk=False)
         case unknown:
             assert_never(unknown)
 
@@ -52,12 +54,13 @@ class _Group:
 
 
 class _Streamed(Taker):
-    """Each layer is copied at its cache update, each layer group announced with its last layer."""
+    """Each layer is carried at its cache update, each layer group committed with its last layer."""
 
     keep_full = False
 
-    def __init__(self, sink: PrefillSink, start: int) -> None:
+    def __init__(self, sink: PrefillSink, start: int, carrier: Carrier) -> None:
         self._sink = sink
+        self._carrier = carrier
         self._start = start
         plan, options = sink.plan, sink.options
         size = options.group_layers or len(plan.layers)
@@ -86,23 +89,24 @@ class _Streamed(Taker):
                 self._group_of.update(dict.fromkeys(members, group))
 
     def take(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._sink.check()
+        self._carrier.computed()
         group = self._group_of.get(layer)
         if group is None:
             return
         for batch in group.batches:
             if batch.writer is None:
                 batch.writer = self._sink.write(*batch.spans)
-            _fill(self._sink, batch.writer.cells(layer), (keys, values), self._computed)
+            self._carrier.carry(batch.writer, layer, (keys, values), self._computed)
             if layer == group.last:
-                batch.writer.commit()
+                self._carrier.commit(batch.writer)
                 batch.writer = None
 
     def end(self, start: int, stop: int, cache: TakenCache) -> None:
         self._group_of = {}
 
     def finish(self) -> None:
-        pass
+        """All is computed: commit the rest, and have all of it announced."""
+        self._carrier.settle()
 
 
 class _Kept(Taker):
@@ -110,9 +114,10 @@ class _Kept(Taker):
 
     keep_full = True
 
-    def __init__(self, sink: PrefillSink, start: int, *, by_chunk: bool) -> None:
+    def __init__(self, sink: PrefillSink, start: int, carrier: Carrier, *, by_chunk: bool) -> None:
         self._sink = sink
         self._start = start
+        self._carrier = carrier
         self._by_chunk = by_chunk
         self._computed = 0
         self._tails: dict[int, list[tuple[int, States]]] = {}
@@ -122,7 +127,7 @@ class _Kept(Taker):
         self._computed = start
 
     def take(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._sink.check()
+        self._carrier.computed()
         # A sliding layer's cache may keep fewer rows than the transfer set asks for, and a view of
         # them would pin the storage of all rows: its live rows are copied out now.
         plan = self._sink.plan
@@ -146,8 +151,10 @@ class _Kept(Taker):
             self._full.clear()
 
     def finish(self) -> None:
+        """All is computed: commit the rest, and have all of it announced."""
         if not self._by_chunk:
             self._emit(self._start, self._sink.plan.num_tokens)
+        self._carrier.settle()
 
     def _emit(self, first: int, last: int) -> None:
         span = Span(0, len(self._sink.plan.layers), first, last)
@@ -155,18 +162,11 @@ class _Kept(Taker):
             return
         writer = self._sink.write(span)
         for layer in range(len(self._sink.plan.layers)):
-            cells = writer.cells(layer)
             if layer in self._full:
-                _fill(self._sink, cells, self._full[layer], 0)
+                self._carrier.carry(writer, layer, self._full[layer], 0)
             for start, states in self._tails.get(layer, ()):
-                _fill(self._sink, cells, states, start)
-        writer.commit()
-
-
-def _fill(sink: PrefillSink, cells: Sequence[Cells], states: States, start: int) -> None:
-    for place in cells:
-        parts = sink.plan.layers[place.layer].parts
-        copy_in(place, parts, sink.plan.layout, states[place.part], start)
+                self._carrier.carry(writer, layer, states, start)
+        self._carrier.commit(writer)
 
 
 def _cut(sink: PrefillSink, start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -17,10 +17,11 @@ from headrace.backends.options import read_options
 from headrace.backends.takers import taker_of
 from headrace.engine.layers import manifest
 from headrace.engine.loading import LoadedModel, load_model
-from headrace.engine.prefill import run_prefill
+from headrace.engine.own_cache import OwnCache
+from headrace.engine.prefill import Seed, run_prefill
 from headrace.engine.tensors import as_bytes
 from headrace.errors import Closed, LocalProtocolError, Refused
-from headrace.geometry import Manifest
+from headrace.geometry import Manifest, PrefixUse
 
 
 class Options(Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,6 +29,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
 
     model: a directory with config.json and safetensors. attn: the attention implementation, by
     default the model's best. max_positions: the longest prompt, by default the model's longest.
+    own_cache_nbytes: most bytes of finished prompts' states that are kept to go on from, 0 = none.
     """
 
     model: str
@@ -36,6 +38,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     attn: str | None = None
     device: str = "cpu"
     max_positions: Annotated[int, Meta(ge=1)] | None = None
+    own_cache_nbytes: Annotated[int, Meta(ge=0)] = 0
 
 
 def open(config: Mapping[str, Any]) -> TorchEngine:
@@ -52,13 +55,24 @@ def open(config: Mapping[str, Any]) -> TorchEngine:
         attention=options.attn,
         device=options.device,
     )
-    return TorchEngine(model, options.max_positions or model.max_positions)
+    max_positions = options.max_positions or model.max_positions
+    return TorchEngine(model, max_positions, own_cache_nbytes=options.own_cache_nbytes)
 
 
 class TorchEngine:
-    """Prefills one prompt at a time on one device."""
+    """Prefills one prompt at a time on one device.
 
-    def __init__(self, model: LoadedModel, max_positions: int) -> None:
+    own_cache_nbytes: see `Options`. With it, a prompt that goes on where a finished one ended is
+    computed from there; else all of it is, and what `start` saves is the moving of the first cells.
+    The bits are the same.
+    """
+
+    prefix: PrefixUse = "recompute"
+    """What its manifest says where it has no own cache."""
+
+    def __init__(
+        self, model: LoadedModel, max_positions: int, *, own_cache_nbytes: int = 0
+    ) -> None:
         if max_positions > model.max_positions:
             raise Refused(
                 f"max_positions is {max_positions}, the model was made for {model.max_positions}",
@@ -66,7 +80,9 @@ class TorchEngine:
             )
         self._model: LoadedModel | None = model
         facts = manifest(model.config, model.directory, "source", model.dtype, max_positions)
-        self._manifest = replace(facts, prefix="recompute")
+        self._manifest = replace(facts, prefix="own_cache" if own_cache_nbytes else self.prefix)
+        self._own_cache = OwnCache(self._manifest.layers, own_cache_nbytes)
+        self._keeps = own_cache_nbytes > 0
         self.facts = model.pairing_facts("DynamicCache")
 
     def manifest(self) -> Manifest:
@@ -75,8 +91,6 @@ class TorchEngine:
     def prefill_stream(self, tokens: Sequence[int], sink: PrefillSink, start: int = 0) -> None:
         """Compute the prompt and put positions [start, n) of its cache and the logits into `sink`.
 
-        All of the prompt is computed: what `start` saves is the moving of the first cells.
-
         Raises:
             Cancelled: the attempt was withdrawn.
             LocalProtocolError: the tokens or `start` do not fit the plan or the model.
@@ -84,20 +98,48 @@ class TorchEngine:
         if self._model is None:
             raise Closed("the torch engine was closed")
         check_asked(tokens, sink, start)
-        route = taker_of(sink, start)
-        logits, ready_ns = run_prefill(
-            self._model,
-            self._manifest.layers,
-            tokens,
-            sink.options.prefill_chunk,
-            route,
-            cuts=sink.options.cuts,
-        )
-        route.finish()
-        sink.final(as_bytes(logits), ready_ns=ready_ns)
+        self._model.check_tokens(tokens)
+        self._run(self._model, tokens, sink, start, self._seed(tokens, sink, start))
+
+    def statistics(self) -> Mapping[str, int]:
+        """What its own cache holds, and how often that was of use."""
+        return self._own_cache.statistics()
 
     def close(self) -> None:
         self._model = None
+        self._own_cache.clear()
+
+    def _seed(self, tokens: Sequence[int], sink: PrefillSink, start: int) -> Seed | None:
+        """What the computation can go on from at `start`; None to begin at 0."""
+        if not start or not self._keeps:
+            return None
+        options = sink.options
+        return self._own_cache.find(tokens, start, options.cuts, options.prefill_chunk)
+
+    def _run(
+        self,
+        model: LoadedModel,
+        tokens: Sequence[int],
+        sink: PrefillSink,
+        start: int,
+        seed: Seed | None,
+    ) -> None:
+        route, options, layers = taker_of(sink, start), sink.options, self._manifest.layers
+        computed: list[Seed] = []
+        logits, ready_ns = run_prefill(
+            model,
+            layers,
+            tokens,
+            options.prefill_chunk,
+            route,
+            cuts=options.cuts,
+            seed=seed,
+            keep=computed.append if self._keeps else None,
+        )
+        route.finish()
+        sink.final(as_bytes(logits), ready_ns=ready_ns)
+        for states in computed:  # only now: an attempt that was withdrawn leaves nothing
+            self._own_cache.put(tokens, options.cuts, options.prefill_chunk, states)
 
 
 def check_asked(tokens: Sequence[int], sink: PrefillSink, start: int) -> None:

@@ -26,6 +26,7 @@ from headrace.geometry import Layer, Part, Sliding
 from headrace.plan import live_window
 
 _ALIGNMENT: Final = 4096
+_NOTHING: Final = torch.empty((0, 0, 0))
 
 
 def lane_nbytes(layers: Sequence[Layer], context: int) -> int:
@@ -35,7 +36,7 @@ def lane_nbytes(layers: Sequence[Layer], context: int) -> int:
 
 def _sizes(layers: Sequence[Layer], context: int) -> list[list[int]]:
     return [
-        [_align(part.row_nbytes * capacity(layer, context)) for part in layer.parts]
+        [align(part.row_nbytes * capacity(layer, context)) for part in layer.parts]
         for layer in layers
     ]
 
@@ -69,7 +70,9 @@ class LaneStorage:
             rows = capacity(layer, context)
             tensors = []
             for part, size in zip(layer.parts, nbytes, strict=True):
-                tensors.append(_part(flat[offset : offset + part.row_nbytes * rows], part, rows))
+                tensors.append(
+                    part_rows(flat[offset : offset + part.row_nbytes * rows], part, rows)
+                )
                 offset += size
             self.parts.append(tuple(tensors))
 
@@ -152,22 +155,46 @@ class SlidingRows(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
 
 
 class Lane:
-    """One lane: storage for one sequence, and the cache through which a model decodes it."""
+    """One lane: storage for one sequence, and the cache through which a model decodes it.
+
+    allocate: makes the lane's own storage; None for a lane that is given one with `use`.
+    """
 
     def __init__(
         self,
         layers: Sequence[Layer],
         context: int,
-        allocate: Callable[[int], torch.Tensor] = host_bytes,
+        allocate: Callable[[int], torch.Tensor] | None = host_bytes,
     ) -> None:
         self._layers = layers
-        self._context = context
-        self.storage = LaneStorage(layers, context, allocate)
-        self._rows: list[FullRows | SlidingRows | None] = [
-            _rows_of(layer, parts) for layer, parts in zip(layers, self.storage.parts, strict=True)
-        ]
+        self._storage: LaneStorage | None = None
+        self._rows = [_rows_of(layer) for layer in layers]
         self.cache = Cache(layers=[rows or DummyLayer() for rows in self._rows])
         self.num_tokens = 0
+        if allocate is not None:
+            self.use(LaneStorage(layers, context, allocate))
+
+    @property
+    def storage(self) -> LaneStorage:
+        """What it uses. Raises: LocalProtocolError if that is none."""
+        if self._storage is None:
+            raise LocalProtocolError("a lane without storage")
+        return self._storage
+
+    def use(self, storage: LaneStorage) -> None:
+        """Have its rows in `storage` from now on, whatever lies there."""
+        self._storage = storage
+        for rows, parts in zip(self._rows, storage.parts, strict=True):
+            if rows is not None:
+                rows.hold(*parts)
+
+    def leave(self) -> None:
+        """Let go of its storage; nothing of it can be reached through this lane any more."""
+        self._storage = None
+        self.num_tokens = 0
+        for rows in self._rows:
+            if rows is not None:
+                rows.hold(_NOTHING, _NOTHING)
 
     @property
     def length(self) -> int:
@@ -215,18 +242,20 @@ def capacity(layer: Layer, context: int) -> int:
     return context
 
 
-def _rows_of(layer: Layer, parts: tuple[torch.Tensor, ...]) -> FullRows | SlidingRows | None:
-    if not parts:
+def _rows_of(layer: Layer) -> FullRows | SlidingRows | None:
+    if not layer.parts:
         return None
     window = layer.kind.window if isinstance(layer.kind, Sliding) else 0
     rows = SlidingRows(sliding_window=window) if window else FullRows()
-    rows.hold(*parts)
+    rows.hold(_NOTHING, _NOTHING)
     return rows
 
 
-def _part(flat: torch.Tensor, part: Part, rows: int) -> torch.Tensor:
+def part_rows(flat: torch.Tensor, part: Part, rows: int) -> torch.Tensor:
+    """A part's rows [heads, rows, head_dim] over as many bytes."""
     return flat.view(dtype_of(part)).view(part.heads, rows, part.head_dim)
 
 
-def _align(nbytes: int) -> int:
+def align(nbytes: int) -> int:
+    """Bytes up to where the next part may begin."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -77,12 +77,16 @@ class LoadedModel:
         """Run `ids` [1, t] on top of `cache`; returns the last position's float32 logits on the
         host.
         """
+        return self.forward_logits(ids, cache).to("cpu")
+
+    def forward_logits(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Like `forward`, but the logits stay where the model is, queued there like all before."""
         with torch.inference_mode():
             output = self.module(
                 input_ids=ids, use_cache=True, logits_to_keep=1, **{self.cache_argument: cache}
             )
             logits: torch.Tensor = output.logits[0, -1]
-            return logits.to("cpu", torch.float32).contiguous()
+            return logits.to(torch.float32).contiguous()
 
 
 def load_model(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -61,12 +62,12 @@ def pieces(num_tokens: int, prefill_chunk: int, cuts: Sequence[int] = ()) -> lis
         LocalProtocolError: `cuts` do not ascend, or one lies outside the prompt.
     """
     edges = [0, *cuts, num_tokens]
-    if any(stop <= start for start, stop in zip(edges, edges[1:], strict=False)):
+    if any(stop <= start for start, stop in pairwise(edges)):
         raise LocalProtocolError(
             f"cuts at {list(cuts)} of {num_tokens} tokens; each must lie inside, and they ascend"
         )
     ranges = []
-    for first, last in zip(edges, edges[1:], strict=False):
+    for first, last in pairwise(edges):
         step = prefill_chunk or last - first
         ranges += [(at, min(at + step, last)) for at in range(first, last, step)]
     return ranges

@@ -26,6 +26,7 @@ from headrace.messages import (
     MAX_PROGRESS,
     MAX_SPANS,
     Computing,
+    DeviceTimes,
     Failed,
     Prefill,
     Progress,
@@ -87,6 +88,8 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         self._digests: list[int] = []
         self._begun_ns = 0
         self._write_ns: int | None = None
+        self._computed: DeviceTimes | None = None
+        self._copied: DeviceTimes | None = None
         self._num_sent = 0
         self._ended = False
         self._broken = ""
@@ -156,10 +159,14 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         now_ns: int,
         *,
         write_ns: int | None = None,
+        computed: DeviceTimes | None = None,
+        copied: DeviceTimes | None = None,
     ) -> list[Progress]:
         """The cells of `spans` lie in the slot; returns what to send now, perhaps nothing yet.
 
         `write_ns`: when the first of them was handed out; by default the writing took no time.
+        `computed`, `copied`: when a device with events did both. A message that tells of several
+        commits has the time from the first to the last of them, and none if one of them has none.
 
         Raises:
             Cancelled: the attempt was cancelled.
@@ -183,8 +190,11 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         except RemoteProtocolError as exc:
             raise self._break(f"the engine committed {exc}") from exc
         self._step(SourceEvent.COMMIT)
+        first = self._write_ns is None
         if self._write_ns is None:
             self._write_ns = now_ns if write_ns is None else write_ns
+        self._computed = computed if first else _joined(self._computed, computed)
+        self._copied = copied if first else _joined(self._copied, copied)
         self._held += spans
         self._digests += digests
         rest = len(self._held) % MAX_SPANS  # full messages go at once, the rest when it is due
@@ -260,6 +270,8 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
                     self._begun_ns,
                     now_ns if self._write_ns is None else max(self._begun_ns, self._write_ns),
                     now_ns,
+                    self._computed,
+                    self._copied,
                 )
             )
         del self._held[:count], self._digests[:count]
@@ -267,6 +279,17 @@ class SourceAttempt(Machine[SourceState, SourceEvent]):
         if out and not self._held:
             self._begun_ns, self._write_ns = now_ns, None
         return out
+
+
+def _joined(one: DeviceTimes | None, other: DeviceTimes | None) -> DeviceTimes | None:
+    """From when the first began until the last ended."""
+    if one is None or other is None:
+        return None
+    return DeviceTimes(
+        min(one.begun_ns, other.begun_ns),
+        max(one.ended_ns, other.ended_ns),
+        max(one.error_ns, other.error_ns),
+    )
 
 
 def expected_spans(prefill: Prefill, plan: Plan) -> int:

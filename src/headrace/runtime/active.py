@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from headrace.backends.base import Decoder, Entry, Fence, Reservation, SlotView
+from headrace.backends.base import Decoder, Entry, Fence, Kept, Reservation, SlotView
 from headrace.errors import LocalProtocolError
 from headrace.ids import AttemptId, Span
 from headrace.messages import RouteChoice
 from headrace.plan import Plan
 from headrace.protocol.commands import Cause
+from headrace.runtime.prefix import Found, KeptPrompt
 from headrace.runtime.record import Record
 from headrace.runtime.requests import Request, RequestOptions
 
@@ -25,8 +26,18 @@ if TYPE_CHECKING:
 class Active:
     """One request from its submission until its storage is free again, attempt by attempt."""
 
-    def __init__(self, attempt: AttemptId, request: Request, tokens: Sequence[int]) -> None:
+    def __init__(
+        self,
+        attempt: AttemptId,
+        request: Request,
+        tokens: Sequence[int],
+        found: Found | None = None,
+    ) -> None:
+        """`found`: the kept prompt that it goes on from, pinned."""
         self.request = request
+        self.found = found
+        self.kept: Kept | None = None  # what is kept of it, once it is published
+        self.pinned = found is not None
         self.held: Reservation | Entry | None = None
         self.broken = False  # its storage could not be had; what else was commanded is moot
         self._prompt = array("I", tokens)
@@ -39,6 +50,7 @@ class Active:
         """What is of one attempt only."""
         self.attempt = attempt
         self.plan: Plan | None = None
+        self.whole_plan = None if self.found is None else self.found.prompt.plan
         self.callback_error = ""  # what a caller's callback raised
         self.poisoned: Fence | None = None  # of the poison in its storage, before any import
         self.poison_slot: SlotView | None = None  # what it is copied from, until it is fenced
@@ -83,6 +95,37 @@ class Active:
         self.expected_ns = expected_ns
 
     @property
+    def start(self) -> int:
+        """Positions that its storage holds as soon as it is reserved."""
+        return 0 if self.found is None else self.found.positions
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Where its prefill is cut beside its prefill chunk."""
+        if self.found is None:
+            return self.request.options.prefill_cuts
+        before = (cut for cut in self.found.prompt.schedule.cuts if cut < self.start)
+        return (*before, self.start)
+
+    @property
+    def the_whole_plan(self) -> Plan:
+        """The plan of all its positions, those that were kept included."""
+        if self.whole_plan is None:
+            raise LocalProtocolError(f"attempt {self.attempt} has no plan yet")
+        return self.whole_plan
+
+    @property
+    def prompt_found(self) -> KeptPrompt:
+        """The kept prompt that it goes on from. Raises: LocalProtocolError where there is none."""
+        if self.found is None:
+            raise LocalProtocolError(f"attempt {self.attempt} goes on from no kept prompt")
+        return self.found.prompt
+
+    def prompt_tokens(self) -> array[int]:
+        """The prompt's ids."""
+        return self._prompt
+
+    @property
     def options(self) -> RequestOptions:
         """The request's options, with the route and the cuts that were chosen for it."""
         choice = self.choice
@@ -94,6 +137,11 @@ class Active:
             group_layers=choice.group_layers,
             chunk=choice.chunk,
         )
+
+    @property
+    def carried_nbytes(self) -> int:
+        """Bytes of KV that came from a source."""
+        return 0 if self.plan is None else self.plan.nbytes
 
     def imported(self, piece: Span, begun_ns: int, ended_ns: int, nbytes: int) -> None:
         """An import was fenced."""
@@ -126,7 +174,13 @@ class Active:
         request.tokens.append(token)
         if request.on_token is not None:
             self._call(request.on_token, token)
-        return token in request.options.stop_tokens or (
+        return self.complete
+
+    @property
+    def complete(self) -> bool:
+        """Whether the token taken last was the request's last."""
+        request = self.request
+        return request.tokens[-1] in request.options.stop_tokens or (
             len(request.tokens) >= request.options.max_tokens
         )
 
@@ -139,7 +193,7 @@ class Active:
 
     def audit(self, decoder: Decoder) -> None:
         """Digest the published cells, layer by layer; call it before the first decode step."""
-        plan = self.the_plan
+        plan = self.the_whole_plan
         digests = []
         for layer in range(len(plan.layers)):
             digest = hashlib.blake2b(digest_size=16)
@@ -156,7 +210,7 @@ class Active:
         if request.options.audit and request.tokens:
             request.logits_digest = self._logits.hexdigest()
         if self.record.published:
-            request.measured = self.record.measured(self.the_plan.nbytes)
+            request.measured = self.record.measured(self.carried_nbytes)
         request.outcome = outcome
         self.record.ended(outcome, request.cause)
 

@@ -31,7 +31,7 @@ def run_attempt(
     tokens = array("I", prompt.tobytes())
     attempt.start(time.monotonic_ns())
     try:
-        engine.prefill_stream(tokens, sink)
+        engine.prefill_stream(tokens, sink, plan.start)
         last: list[Failed] = attempt.fail("the engine returned without its final")
     except Cancelled:
         _log.debug("attempt %s cancelled", attempt.prefill.attempt)

@@ -47,6 +47,12 @@ def check_request(
         )
     if options.max_tokens > 0 and not options.hold:
         _check_sampling(options.sampling)
+    if any(cut >= len(tokens) for cut in options.prefill_cuts):
+        raise Refused(
+            f"prefill_cuts are {options.prefill_cuts}, and the prompt has {len(tokens)} positions; "
+            "cut inside it",
+            field="prefill_cuts",
+        )
     reach = len(tokens) + (0 if options.hold else max(options.max_tokens - 1, 0))
     if reach > context:
         raise Refused(
@@ -57,7 +63,7 @@ def check_request(
     plans = []
     for source, plan_for in sides:
         options.check(source, manifest)
-        plan = plan_for(len(tokens))
+        plan = plan_for(len(tokens), 0)
         _check_cuts(options, plan)
         plans.append(plan)
     return plans
@@ -76,11 +82,18 @@ def _check_cuts(options: RequestOptions, plan: Plan) -> None:
 
 
 def grant(
-    attempt: AttemptId, slot: int, generation: int, num_tokens: int, options: RequestOptions
+    attempt: AttemptId,
+    slot: int,
+    generation: int,
+    num_tokens: int,
+    options: RequestOptions,
+    start: int = 0,
+    cuts: tuple[int, ...] | None = None,
 ) -> Prefill:
     """The message that grants a source its slot, with how the request is to be cut.
 
-    A request that asks for `auto` and for which nothing was chosen goes whole.
+    A request that asks for `auto` and for which nothing was chosen goes whole. `start`: the first
+    position that it is to emit. `cuts`: by default those that the request asks for.
     """
     return Prefill(
         attempt,
@@ -93,6 +106,8 @@ def grant(
         options.prefill_chunk,
         options.emission,
         options.digest,
+        start,
+        options.prefill_cuts if cuts is None else cuts,
     )
 
 

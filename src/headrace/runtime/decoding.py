@@ -1,4 +1,7 @@
-"""Published entries: their first token, their decode steps one after another, their end.
+"""Published entries: their first token, their decode steps by turns, their end.
+
+A step takes as many entries as the decoder computes together, in the order of their turns; tokens
+are then chosen and taken one by one.
 
 Callbacks of callers run here. What one raises or asks for ends its own request only.
 """
@@ -8,8 +11,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import islice
 
 from headrace.backends.base import Decoder
+from headrace.errors import DeviceError
 from headrace.ids import AttemptId
 from headrace.protocol.commands import Cause
 from headrace.protocol.owner import Owner
@@ -32,6 +37,8 @@ class Decoding:
         self._actives = actives
         self._carry_out = carry_out
         self._entries: deque[Active] = deque()
+        # Decoded and not taken yet: what an interrupt leaves here is taken by the next step.
+        self._stepped: deque[tuple[Active, memoryview]] = deque()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -72,27 +79,51 @@ class Decoding:
                 self._entries.append(active)
 
     def step(self) -> None:
-        """One step of the entry whose turn it is; the others' order stays."""
-        active = self._entries[0]
+        """One step of the entries whose turn it is; the others' order stays."""
+        if not self._stepped:
+            self._decode()
+        while self._stepped:
+            active, logits = self._stepped.popleft()
+            if not active.request.done:  # by a callback of one before it
+                self._take(active, logits)
+
+    def _decode(self) -> None:
+        """Compute the next logits of the first entries, and put them last; or fail them all."""
+        group = list(islice(self._entries, self._decoder.caps.decode_batch))
         begun_ns = time.monotonic_ns()
-        stepped = False
         try:
-            (logits,) = self._decoder.decode_step([(active.entry, active.request.tokens[-1])])
-            stepped = True
-            token = active.choose(logits)
+            rows = self._decoder.decode_step(
+                [(active.entry, active.request.tokens[-1]) for active in group]
+            )
+            if len(rows) != len(group):
+                raise DeviceError(f"a step of {len(group)} entries gave {len(rows)} rows of logits")
         except BaseException as exc:
-            text = reason_of(exc)
-            self.finish(active, "failed", text, Cause.DEVICE, quarantine=not stepped)
+            for active in group:
+                if not active.request.done:
+                    self.finish(active, "failed", reason_of(exc), Cause.DEVICE, quarantine=True)
             pass_on(exc)
             return
-        self._entries.rotate(-1)
+        self._stepped.extend(zip(group, rows, strict=True))
+        self._entries.rotate(-len(group))
         ended_ns = time.monotonic_ns()
         for other in self._actives.values():
             other.record.neighbour_decoded(begun_ns, ended_ns)
-        active.record.decoded(begun_ns, ended_ns)
-        last = active.take(token)
-        if not self._ended_by_callback(active) and last:
-            self.finish(active, "finished", "", None)
+        for active in group:
+            active.record.decoded(begun_ns, ended_ns)
+
+    def _take(self, active: Active, logits: memoryview) -> None:
+        """Choose an entry's next token from its row."""
+        try:
+            token = active.choose(logits)
+        except BaseException as exc:  # a row that holds no choice: it alone fails
+            self.finish(active, "failed", reason_of(exc), Cause.DEVICE)
+            pass_on(exc)
+            return
+        try:
+            active.take(token)
+        finally:  # an interrupt in a callback must not hide that the token was the last
+            if not self._ended_by_callback(active) and active.complete:
+                self.finish(active, "finished", "", None)
 
     def finish(
         self,

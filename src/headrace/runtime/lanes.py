@@ -2,18 +2,24 @@
 
 Recording must not slow down what it records: it appends what is at hand, and the names and the
 intervals of a trace are made when somebody asks for them.
+
+What a device did is told by its own events where there are such, in place of the host's readings:
+these would tell when it was asked to, and when somebody looked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from headrace.ids import Span
-from headrace.messages import Interval, IntervalKind, Progress, SourceFinal
+from headrace.messages import DeviceTimes, Interval, IntervalKind, Progress, SourceFinal
 from headrace.telemetry.recording import LOCAL_GRANT as LOCAL_GRANT
 from headrace.telemetry.recording import REMOTE_GRANT as REMOTE_GRANT
 from headrace.telemetry.spans import name_of
+
+What: TypeAlias = Span | tuple[Span, ...] | str
 
 
 @dataclass(slots=True)
@@ -21,11 +27,12 @@ class Lanes:
     """The two lanes of one attempt's trace, empty unless the request asked for one.
 
     source: its messages, each with the bytes that it told. owner: (kind, what, begun ns, ended ns,
-    bytes), where `what` is a piece, the spans of a message, or words.
+    bytes, when a device did it if it told), where `what` is a piece, the spans of a message, or
+    words.
     """
 
     source: list[tuple[Progress | SourceFinal, int]] = field(default_factory=list)
-    owner: list[tuple[IntervalKind, Span | tuple[Span, ...] | str, int, int, int]] = field(
+    owner: list[tuple[IntervalKind, What, int, int, int, DeviceTimes | None]] = field(
         default_factory=list
     )
 
@@ -42,17 +49,30 @@ class Lanes:
                 yield Interval("final", message.first, ready_ns, ready_ns, 0, "host")
                 continue
             name, write_ns = _named(message.spans), message.write_ns
-            yield Interval("compute", name, message.begun_ns, write_ns, 0, "host")
-            yield Interval("write", name, write_ns, ready_ns, nbytes, "host")
+            yield _read("compute", name, message.begun_ns, write_ns, 0, message.computed)
+            yield _read("write", name, write_ns, ready_ns, nbytes, message.copied)
             yield Interval("announced", name, ready_ns, ready_ns, nbytes, "host")
 
     def owner_intervals(self) -> Iterator[Interval]:
         """What the owner did, as it came to its end."""
-        for kind, what, begun_ns, ended_ns, nbytes in self.owner:
-            yield Interval(kind, _named(what), begun_ns, ended_ns, nbytes, "host")
+        for kind, what, begun_ns, ended_ns, nbytes, ran in self.owner:
+            yield _read(kind, _named(what), begun_ns, ended_ns, nbytes, ran)
 
 
-def _named(what: Span | tuple[Span, ...] | str) -> str:
+def _read(
+    kind: IntervalKind,
+    name: str,
+    begun_ns: int,
+    ended_ns: int,
+    nbytes: int,
+    ran: DeviceTimes | None,
+) -> Interval:
+    if ran is None:
+        return Interval(kind, name, begun_ns, ended_ns, nbytes, "host")
+    return Interval(kind, name, ran.begun_ns, ran.ended_ns, nbytes, "device", ran.error_ns)
+
+
+def _named(what: What) -> str:
     if isinstance(what, str | Span):
         return str(what)
     return name_of(what)

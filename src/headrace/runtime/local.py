@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from headrace.backends.base import PrefillEngine
+from headrace.backends.base import ContinuesKept, Kept, PrefillEngine
 from headrace.errors import Cancelled, LocalProtocolError, PeerDied, Refused
 from headrace.geometry import Manifest, agree
 from headrace.memory import Slab
@@ -26,6 +26,7 @@ from headrace.plan import slot_layout
 from headrace.protocol.books import PlanFor
 from headrace.protocol.source import SourceAttempt
 from headrace.runtime.attempt import run_attempt
+from headrace.runtime.prefix import OWNER
 from headrace.runtime.sink import SlotSink
 
 
@@ -33,6 +34,7 @@ class LocalSource:
     """The owner's own engine. Its one slot is made when the first request may need it."""
 
     num_slots = 1
+    maker = OWNER
 
     def __init__(self, engine: PrefillEngine, decoder: Manifest, context: int) -> None:
         """Takes the engine, and closes it at the end.
@@ -52,6 +54,7 @@ class LocalSource:
         self._slot_nbytes = slot_layout(decoder, context).nbytes
         self._slab: Slab | None = None
         self._granted: Prefill | None = None
+        self._kept: Kept | None = None
         self._withdrawn = False
         self._attempt: SourceAttempt | None = None
         self._untold: deque[FromSource] = deque()  # of an attempt that is over
@@ -74,6 +77,15 @@ class LocalSource:
     def slot_address(self, index: int) -> int:
         """The address of its first byte."""
         return self._open_slab().address
+
+    @property
+    def continues(self) -> bool:
+        """Whether it can go on from what the decoder keeps."""
+        return isinstance(self._engine, ContinuesKept) and self.manifest.prefix == "own_cache"
+
+    def continue_from(self, kept: Kept) -> None:
+        """The attempt that is granted next goes on from this."""
+        self._kept = kept
 
     def send(self, message: ToSource) -> None:
         """Take a grant, to be run in the next turn, or a cancel."""
@@ -104,6 +116,9 @@ class LocalSource:
         if granted is None:
             return
         self._counts["attempts"] += 1
+        kept, self._kept = self._kept, None
+        if kept is not None and isinstance(self._engine, ContinuesKept):
+            self._engine.continue_from(kept)
         attempt = SourceAttempt(granted, plan_for(granted.num_tokens, granted.start))
         link = _Link(attempt, tell, take_in)
         self._attempt = attempt

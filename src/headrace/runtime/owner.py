@@ -160,15 +160,27 @@ class DecoderOwner(Shell):
                 self._poison.make(plan)
         if local:
             self._sources.open_local()
-        if options.route == "auto":
+        if options.route == "auto" or options.prefix == "shared":
             self._chooser.prepare()
+        found, reuse = self._keeping.look_up(
+            prompt,
+            options,
+            self._sources.makers(local=local),
+            owner_continues=self._sources.local_continues,
+            costs=self._chooser.known(),
+        )
         now_ns = time.monotonic_ns()
         deadline_ns = None
         if options.deadline_s is not None:
             deadline_ns = now_ns + int(options.deadline_s * 1e9)
-        request_id = self._submit(len(tokens), now_ns, deadline_ns, options)
-        request = Request(request_id, len(tokens), options, on_token, on_progress)
-        self._take_up(Active(AttemptId(*request_id, 1), request, prompt))
+        try:
+            request_id = self._submit(prompt, now_ns, deadline_ns, options, found, reuse)
+        except BaseException:
+            if found is not None:
+                self._keeping.index.unpin(found.prompt)
+            raise
+        request = Request(request_id, len(tokens), options, on_token, on_progress, reuse=reuse)
+        self._take_up(Active(AttemptId(*request_id, 1), request, prompt, found))
         self._checked = False
         self._run_commands()
         return request
@@ -209,11 +221,16 @@ class DecoderOwner(Shell):
         self._check_open()
         with self._in_turn():
             self._take_in(self._wait_s(timeout_s), step_follows=bool(self._decoding))
-            self._importing.decode(self._decoding.step, decoding=bool(self._decoding))
+            self._importing.decode(self._step, decoding=bool(self._decoding))
             self._sources.run_local(self._take_in_meanwhile)
             self._sources.let_go()
             self._check_when_idle()
             self._act_each_turn()
+
+    def _step(self) -> None:
+        begun_ns = time.monotonic_ns()
+        self._decoding.step()
+        self._keeping.stepped(time.monotonic_ns() - begun_ns)
 
     def fileno(self) -> int:
         """A descriptor that is readable when a turn has something to take in.
@@ -233,11 +250,14 @@ class DecoderOwner(Shell):
         return None if due_ns is None else max(0.0, (due_ns - time.monotonic_ns()) / 1e9)
 
     def plan_of(self, request: Request) -> Plan:
-        """The plan of a running or held request, once it was leased a slot."""
+        """The plan of a running or held request, once it was leased a slot.
+
+        It is of all positions, also of those that were not prefilled since they were kept.
+        """
         active = self._of_request.get(request.request)
         if active is None:
             raise Closed(f"request {request.request} is over")
-        return active.the_plan
+        return active.the_whole_plan
 
     def read(self, request: Request, layer: int, part: int) -> bytes:
         """The bytes of one part of a held entry: its live window, in the plan's layout.
@@ -293,6 +313,7 @@ class DecoderOwner(Shell):
             **self._machine.statistics(),
             **self._sources.statistics(),
             "auto": self._chooser.statistics(),
+            "prefix": self._keeping.index.statistics(),
             "decoder": dict(self._decoder.statistics()),
             "requests": {
                 "open": len(self._active),
@@ -335,8 +356,9 @@ class DecoderOwner(Shell):
         self._run_commands()
 
     def check_integrity(self) -> None:
-        """Raise LocalProtocolError unless every lane, slot and token is accounted for."""
+        """Raise LocalProtocolError unless lanes, slots, tokens and kept prompts all add up."""
         self._machine.check_integrity()
+        self._keeping.index.check_integrity()
 
     def close(self) -> None:
         """End all requests, then the decoder, then the sources. Idempotent.

@@ -169,6 +169,7 @@ class OwnerProcess:
                 request.cause,
                 tuple(travelling_text(reason)[:MAX_ATTEMPT_TEXT] for reason in request.attempts),
                 request.choice,
+                request.reuse,
             )
         )
 
@@ -218,6 +219,8 @@ def options_of(submit: Submit) -> RequestOptions:
         on_failure=submit.on_failure,
         max_attempts=submit.max_attempts,
         poison=submit.poison,
+        prefix=submit.prefix,
+        prefill_cuts=submit.prefill_cuts,
     )
 
 

@@ -1,7 +1,7 @@
 """What is measured of one attempt, and what happened to it if the request asked for a trace.
 
-All readings are the host's CLOCK_MONOTONIC: the source's travel in its messages. A record changes
-nothing of what it records.
+All figures are of the host's CLOCK_MONOTONIC: the source's readings travel in its messages. Only the
+trace knows what devices tell by their own events. A record changes nothing of what it records.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import time
 from collections import deque
 
 from headrace.ids import Span
-from headrace.messages import IntervalKind, Measured, Progress, SourceFinal
+from headrace.messages import DeviceTimes, IntervalKind, Measured, Progress, SourceFinal
 from headrace.plan import Plan
 from headrace.protocol.books import AttemptMessage
-from headrace.runtime.lanes import LOCAL_GRANT, REMOTE_GRANT
+from headrace.runtime.lanes import LOCAL_GRANT, REMOTE_GRANT, What
 from headrace.runtime.requests import Request
 
 _KEPT_STEPS = 64  # of others' decode steps, while the final may be under way
@@ -51,6 +51,10 @@ class Record:
         """Whether the entry is visible."""
         return bool(self._published_ns)
 
+    def nothing_to_prefill(self) -> None:
+        """All of the prompt was kept: the source-final input was there when it was submitted."""
+        self._prefill_begun_ns = self._final_ns = self._last_group_ns = self._submitted_ns
+
     def granted(self, *, local: bool) -> None:
         """The prefill was granted to a source, or to the owner's own engine."""
         self._instant("granted", LOCAL_GRANT if local else REMOTE_GRANT)
@@ -66,7 +70,7 @@ class Record:
             if self._trace:
                 now_ns = time.monotonic_ns()
                 self._lanes.source.append((message, nbytes))
-                self._lanes.owner.append(("validated", message.spans, now_ns, now_ns, nbytes))
+                self._owner("validated", message.spans, now_ns, now_ns, nbytes)
         elif isinstance(message, SourceFinal):
             self._prefill_begun_ns = message.begun_ns
             self._final_ns = message.ready_ns
@@ -74,15 +78,22 @@ class Record:
             if self._trace:
                 now_ns = time.monotonic_ns()
                 self._lanes.source.append((message, 0))
-                self._lanes.owner.append(("validated", message.first, now_ns, now_ns, 0))
+                self._owner("validated", message.first, now_ns, now_ns)
 
-    def imported(self, piece: Span, begun_ns: int, ended_ns: int, nbytes: int) -> None:
-        """An import was fenced."""
+    def imported(
+        self,
+        piece: Span,
+        begun_ns: int,
+        ended_ns: int,
+        nbytes: int,
+        ran: DeviceTimes | None = None,
+    ) -> None:
+        """An import was fenced; `ran`: when its copy ran, where a device tells."""
         self._imports.append((ended_ns, nbytes))
         self._import_ns += max(0, ended_ns - max(begun_ns, self._imported_ns))
         self._imported_ns = max(ended_ns, self._imported_ns)
         self.nbytes_imported += nbytes
-        self._owner("import", piece, begun_ns, ended_ns, nbytes)
+        self._owner("import", piece, begun_ns, ended_ns, nbytes, ran)
 
     def neighbour_decoded(self, begun_ns: int, ended_ns: int) -> None:
         """The owner decoded for others; what of it lies after the final stood in the way."""
@@ -151,12 +162,17 @@ class Record:
         return max(0, ended_ns - max(begun_ns, self._final_ns))
 
     def _instant(self, kind: IntervalKind, name: str) -> None:
-        if self._trace:
-            now_ns = time.monotonic_ns()
-            self._lanes.owner.append((kind, name, now_ns, now_ns, 0))
+        now_ns = time.monotonic_ns()
+        self._owner(kind, name, now_ns, now_ns)
 
     def _owner(
-        self, kind: IntervalKind, what: Span | str, begun_ns: int, ended_ns: int, nbytes: int = 0
+        self,
+        kind: IntervalKind,
+        what: What,
+        begun_ns: int,
+        ended_ns: int,
+        nbytes: int = 0,
+        ran: DeviceTimes | None = None,
     ) -> None:
         if self._trace:
-            self._lanes.owner.append((kind, what, begun_ns, ended_ns, nbytes))
+            self._lanes.owner.append((kind, what, begun_ns, ended_ns, nbytes, ran))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import get_args
 
 from headrace.backends.base import Entry
@@ -12,10 +13,13 @@ from headrace.geometry import MAX_POSITIONS, Emission, Manifest
 from headrace.ids import RequestId, Span
 from headrace.messages import (
     MAX_ATTEMPTS,
+    MAX_CUTS,
     AskedRoute,
     Interval,
     Measured,
     OnFailure,
+    PrefixAsked,
+    Reuse,
     Route,
     RouteChoice,
     Sampling,
@@ -27,6 +31,7 @@ ROUTES: tuple[Route, ...] = ("whole", "chunked", "streamed")
 ASKED_ROUTES: tuple[AskedRoute, ...] = (*ROUTES, "auto")
 DIGEST = "crc32"  # the one algorithm that runs; another is agreed on only when it is built
 EMISSIONS = ("layers", "cache_groups")
+PREFIXES: tuple[PrefixAsked, ...] = get_args(PrefixAsked)
 ON_FAILURE: tuple[OnFailure, ...] = get_args(OnFailure)
 MAX_ATTEMPTS_BY_DEFAULT = 3
 MAX_DEADLINE_S = 1e9  # 30 years; beyond it, ns no longer fit the clock's arithmetic
@@ -49,6 +54,11 @@ class RequestOptions:
     all, on another source where there is one), or `local` (the owner prefills by itself where it
     can). poison: fill the reserved cells with a pattern before the first import, and publish only
     if none of it is left.
+
+    prefix: whether it may go on from prompts that the decoder kept, and is kept itself: `identical`
+    takes the same prompt only, with the bits of a prefill; `shared` also what begins alike, with
+    the bits of a prefill that is cut where the shared part ends. prefill_cuts: ascending positions
+    at which its own prefill is cut; they change the numbers a little, as prefill_chunk does.
     """
 
     route: AskedRoute = "whole"
@@ -67,6 +77,8 @@ class RequestOptions:
     on_failure: OnFailure = "fail"
     max_attempts: int = MAX_ATTEMPTS_BY_DEFAULT
     poison: bool = False
+    prefix: PrefixAsked = "off"
+    prefill_cuts: tuple[int, ...] = ()
 
     @property
     def policy(self) -> FailurePolicy:
@@ -93,6 +105,7 @@ class RequestOptions:
                 raise Refused(
                     f"{name} is {value!r}; it is a count from {least} to {most}", field=name
                 )
+        self._check_prefix()
         if self.route == "auto" and (self.chunk or self.group_layers != 1):
             field = "chunk" if self.chunk else "group_layers"
             raise Refused(f"route auto sets {field} by itself; leave it out", field=field)
@@ -110,6 +123,20 @@ class RequestOptions:
             raise Refused(
                 f"on_failure {self.on_failure!r} is not one of {', '.join(ON_FAILURE)}",
                 field="on_failure",
+            )
+
+    def _check_prefix(self) -> None:
+        if self.prefix not in PREFIXES:
+            raise Refused(
+                f"prefix {self.prefix!r} is not one of {', '.join(PREFIXES)}", field="prefix"
+            )
+        cuts = self.prefill_cuts
+        whole = all(type(cut) is int for cut in cuts)
+        if not whole or len(cuts) > MAX_CUTS or any(b <= a for a, b in pairwise((0, *cuts))):
+            raise Refused(
+                f"prefill_cuts are {cuts!r}; they are at most {MAX_CUTS} positions above 0, "
+                "ascending",
+                field="prefill_cuts",
             )
 
     def check(self, source: Manifest, decoder: Manifest) -> None:
@@ -141,7 +168,8 @@ class Request:
     did not finish, as one of `Cause`'s words; empty while it runs and when it finished. attempts:
     the reasons of attempts that failed and that another followed. The intervals, the choice of
     route `auto` and what is measured are those of the last attempt, but for the time of submission.
-    drained: what it held is free again, or set apart.
+    reuse: what it got of kept prompts, if it asked. drained: what it held is free again, or set
+    apart.
     """
 
     request: RequestId
@@ -156,6 +184,7 @@ class Request:
     attempts: list[str] = field(default_factory=list)
     measured: Measured | None = None
     choice: RouteChoice | None = None
+    reuse: Reuse | None = None
     drained: bool = False
     logits_digest: str = ""
     kv_digests: tuple[str, ...] = ()

@@ -52,6 +52,7 @@ class Line:
     def __init__(self, handle: SourceHandle, policy: RestartPolicy, now_ns: int) -> None:
         self.handle = handle
         self.manifest = handle.manifest
+        self.maker = handle.maker
         self.layout = handle.layout
         self.supervisor = Supervisor(handle.engine, policy, now_ns)
         self.phase = _Phase.SERVING

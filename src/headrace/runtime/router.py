@@ -133,6 +133,8 @@ class OwnerClient:
             options.on_failure,
             options.max_attempts,
             options.poison,
+            options.prefix,
+            options.prefill_cuts,
         )
         try:
             decode_to_owner(encode(message))

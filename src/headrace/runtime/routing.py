@@ -113,6 +113,10 @@ class RouteChooser:
         if self._probed is not None and not odd:
             self._costs_of(source, self._probed).learn(sample)
 
+    def known(self) -> Costs | None:
+        """What is known of a source; None before anything was measured."""
+        return next(iter(self._costs.values()), None)
+
     def keep(self, sources: Container[SourceId]) -> None:
         """Forget all other sources: they are gone."""
         for source in [each for each in self._costs if each not in sources]:

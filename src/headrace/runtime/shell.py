@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,10 +22,11 @@ from typing import assert_never
 from headrace.backends.base import Decoder, Entry, Fence, Reservation, SlotView
 from headrace.errors import PeerDied, Refused, WouldBlock
 from headrace.ids import AttemptId, ImportId, RequestId, SourceId, Span
-from headrace.messages import Cancel, Prefill
+from headrace.messages import Cancel, Prefill, Reuse
 from headrace.plan import Copy
 from headrace.protocol.books import AttemptMessage
 from headrace.protocol.commands import (
+    Cause,
     CheckDigest,
     Command,
     Free,
@@ -45,8 +47,10 @@ from headrace.runtime.checks import grant
 from headrace.runtime.costs import Sample
 from headrace.runtime.decoding import Decoding
 from headrace.runtime.digest import crc32
+from headrace.runtime.keeping import Keeping
 from headrace.runtime.local import LocalSource
 from headrace.runtime.poison import PoisonMemory, fill, kv_range, poison_in
+from headrace.runtime.prefix import Found
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.routing import RouteChooser
 from headrace.runtime.sources import Sources
@@ -96,6 +100,7 @@ class Shell:
         self._flights: dict[ImportId, _Flight] = {}
         self._apart: dict[AttemptId, Reservation | Entry] = {}  # what is quarantined, if known
         self._decoding = Decoding(machine, decoder, self._active, self._run_commands)
+        self._keeping = Keeping(decoder, decoder.manifest())
         self._poison = PoisonMemory()
         self._import_share = import_share
         self._chooser = RouteChooser()
@@ -117,11 +122,26 @@ class Shell:
         return True
 
     def _submit(
-        self, num_tokens: int, now_ns: int, deadline_ns: int | None, options: RequestOptions
+        self,
+        prompt: array[int],
+        now_ns: int,
+        deadline_ns: int | None,
+        options: RequestOptions,
+        found: Found | None,
+        reuse: Reuse | None,
     ) -> RequestId:
+        local = reuse is not None and reuse.remainder == "owner"
+        if local:
+            self._sources.open_local()
         try:
             return self._machine.submit(
-                num_tokens, now_ns, deadline_ns, digest=options.digest, policy=options.policy
+                len(prompt),
+                now_ns,
+                deadline_ns,
+                digest=options.digest,
+                policy=options.policy,
+                start=0 if found is None else found.positions,
+                local=local,
             )
         except Refused as exc:
             if exc.field == "source" and self._sources.set_aside:
@@ -145,10 +165,12 @@ class Shell:
         self._active[active.attempt] = active
         self._of_request[active.request.request] = active
 
-    def _forget(self, attempt: AttemptId) -> Active | None:
+    def _forget(self, attempt: AttemptId, *, retried: bool = False) -> Active | None:
         active = self._active.pop(attempt, None)
         if active is not None:
             self._of_request.pop(active.request.request)
+            if not retried:
+                self._unpin(active)
             if active.request.done:
                 active.drained()
         return active
@@ -200,7 +222,7 @@ class Shell:
     def _reserve(self, command: Reserve) -> None:
         active = self._active[command.attempt]
         try:
-            active.held = self._decoder.reserve(command.num_tokens)
+            active.held = self._keeping.reserve(active.found, command.num_tokens)
         except WouldBlock as exc:
             self._fail_later(active, exc, refused=True)
         except BaseException as exc:
@@ -231,22 +253,36 @@ class Shell:
         except BaseException as exc:
             reason = f"it was not freed: {reason_of(exc)}"
             _log.error("%s is out of service, since %s", active.held, reason)
+            self._lose(active)
             self._apart[command.attempt] = active.held
             self._machine.lane_lost(command.attempt, reason, time.monotonic_ns())
             pass_on(exc)
+        self._keeping.evict()
+
+    def _lose(self, active: Active) -> None:
+        """What is kept in the storage of an attempt that is not quiet is kept no longer."""
+        found = None if active.found is None else active.found.prompt.kept
+        self._keeping.lose(active.kept, found)
+
+    def _unpin(self, active: Active) -> None:
+        if active.pinned and active.found is not None:
+            active.pinned = False
+            self._keeping.index.unpin(active.found.prompt)
 
     def _quarantine(self, command: Quarantine) -> None:
         active = self._forget(command.attempt)
         _log.error("storage of %s is out of service: %s", command.attempt, command.reason)
         if active is not None and active.held is not None:
+            self._lose(active)
             self._apart[command.attempt] = active.held
 
     # Prefill.
 
     def _start_prefill(self, command: StartPrefill) -> None:
         active = self._active[command.attempt]
-        plan = self._sources.plans[command.source](active.request.num_tokens)
-        active.plan = plan
+        plan_for = self._sources.plans[command.source]
+        plan = active.plan = plan_for(active.request.num_tokens, active.start)
+        active.whole_plan = plan_for(active.request.num_tokens, 0)
         active.alone = len(self._active) == 1 and active.held is not None
         handle, options = self._handles[command.source], active.request.options
         if options.route == "auto":
@@ -267,8 +303,11 @@ class Shell:
             fill(slot[begin:end])
         _log.debug("prefill granted: %s, slot %d", command.attempt, command.slot)
         identity = command.attempt, command.slot, command.generation
+        if isinstance(handle, LocalSource) and active.found is not None:
+            handle.continue_from(active.found.prompt.kept)
         active.record.granted(local=isinstance(handle, LocalSource))
-        self._send(command.source, grant(*identity, plan.num_tokens, options))
+        told = grant(*identity, plan.num_tokens, options, active.start, active.cuts)
+        self._send(command.source, told)
 
     def _send(self, source: SourceId, message: Prefill | Cancel) -> None:
         try:
@@ -362,13 +401,10 @@ class Shell:
         active = self._active.get(command.attempt)
         if active is None or active.broken or not self._machine.may_publish(command.attempt):
             return  # it ended after this was commanded, by a callback of another
-        layout = active.the_plan.slot
-        logits = memoryview(b"")
+        poison = active.request.options.poison and command.source is not None
         try:
-            if command.token is None:  # copied, since publishing ends the slot's lease
-                slot = self._handles[command.source].slot(command.slot)
-                logits = memoryview(bytes(slot[layout.logits_offset :][: layout.logits_nbytes]))
-            left = self._poison_left(active) if active.request.options.poison else ""
+            logits, token = self._source_final(active, command)
+            left = self._poison_left(active) if poison else ""
             entry = None if left else self._decoder.publish(active.reservation)
         except BaseException as exc:
             self._machine.device_failed(command.attempt, reason_of(exc), time.monotonic_ns())
@@ -377,16 +413,61 @@ class Shell:
         if entry is None:
             self._machine.publish_refused(command.attempt, left, time.monotonic_ns())
             return
+        if command.source is None:
+            active.record.nothing_to_prefill()
         active.published(entry)
-        self._sources.served(command.source)
         _log.debug("published: %s", command.attempt)
         self._machine.published(command.attempt, time.monotonic_ns())
-        self._learn(command.source, active)
-        self._decoding.begin(active, command.token, logits)
+        if command.source is not None:
+            self._sources.served(command.source)
+            self._learn(command.source, active)
+        if self._keep(active, entry, command.source, logits, token):
+            self._unpin(active)
+            self._decoding.begin(active, token, logits)
+
+    def _source_final(self, active: Active, command: Publish) -> tuple[memoryview, int | None]:
+        """The last row of logits, empty where there is a token instead."""
+        if command.source is None or command.slot is None:
+            prompt = active.prompt_found
+            return memoryview(prompt.logits), prompt.token
+        if command.token is not None:
+            return memoryview(b""), command.token
+        layout = active.the_plan.slot
+        slot = self._handles[command.source].slot(command.slot)
+        row = slot[layout.logits_offset :][: layout.logits_nbytes]
+        return memoryview(bytes(row)), None  # copied, since publishing ends the slot's lease
+
+    def _keep(
+        self,
+        active: Active,
+        entry: Entry,
+        source: SourceId | None,
+        logits: memoryview,
+        token: int | None,
+    ) -> bool:
+        """Keep what was published, if its request wants that; False if the device failed."""
+        reuse, options = active.request.reuse, active.request.options
+        if source is None or reuse is None or not self._keeping.index.nbytes:
+            return True
+        maker = self._handles[source].maker
+        schedule = self._keeping.schedule_of(options, maker, active.found, reuse.remainder)
+        told = active.prompt_tokens(), schedule, active.the_whole_plan, bytes(logits), token
+        try:
+            active.kept = self._keeping.publish(entry, *told)
+        except BaseException as exc:
+            reason = f"it could not be kept: {reason_of(exc)}"
+            self._decoding.finish(active, "failed", reason, Cause.DEVICE, quarantine=True)
+            pass_on(exc)
+            return False
+        return True
 
     def _learn(self, source: SourceId, active: Active) -> None:
         plan = active.the_plan
         measured = active.record.measured(plan.nbytes)
+        if plan.start:  # not what a prefill of all of it would take
+            if isinstance(self._handles[source], LocalSource):
+                self._keeping.computed(plan.num_tokens - plan.start, measured)
+            return
         alone = active.alone and len(self._active) == 1
         sample = Sample(plan, active.options, measured, active.expected_ns, alone)
         self._chooser.learn(source, sample)
@@ -398,7 +479,7 @@ class Shell:
         return f"{_places(found)} never written: the reserved cells hold poison" if found else ""
 
     def _retry(self, command: Retry) -> None:
-        active = self._forget(command.attempt)
+        active = self._forget(command.attempt, retried=True)
         if active is not None:
             _log.info("%s failed and is followed by another: %s", command.attempt, command.reason)
             active.retry(command.reason)

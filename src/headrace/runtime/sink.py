@@ -10,7 +10,7 @@ from typing import Self
 from headrace.backends.base import Cells
 from headrace.errors import LocalProtocolError, WouldBlock
 from headrace.ids import Span
-from headrace.messages import FromSource
+from headrace.messages import DeviceTimes, FromSource
 from headrace.protocol.source import SourceAttempt
 from headrace.runtime.digest import crc32
 
@@ -92,13 +92,26 @@ class SlotSink:
             for part in range(len(self.plan.layers[layer].parts))
         ]
 
-    def _commit(self, spans: Sequence[Span], write_ns: int | None) -> None:
+    def _commit(
+        self,
+        spans: Sequence[Span],
+        write_ns: int | None,
+        computed: DeviceTimes | None,
+        copied: DeviceTimes | None,
+    ) -> None:
         self._check()
         if self._attempt.stamps_layers:
             spans = [layer for span in spans for layer in self.plan.by_layer(span)]
         digests = [self._digest(span) for span in spans] if self.options.digest else []
-        now_ns = time.monotonic_ns()
-        for message in self._attempt.commit(spans, digests, now_ns, write_ns=write_ns):
+        messages = self._attempt.commit(
+            spans,
+            digests,
+            time.monotonic_ns(),
+            write_ns=write_ns,
+            computed=computed,
+            copied=copied,
+        )
+        for message in messages:
             self._send(message)
 
     def _digest(self, span: Span) -> int:
@@ -111,13 +124,18 @@ class SlotSink:
 
 
 class SlotWriter:
-    """The writable cells of spans that are announced together; implements `SpanWriter`."""
+    """The writable cells of spans that are announced together.
+
+    Implements `SpanWriter` and `TimedWriter`.
+    """
 
     def __init__(self, sink: SlotSink, spans: Sequence[Span]) -> None:
         self._sink = sink
         self._spans = spans
         self._committed = False
         self._write_ns: int | None = None
+        self._computed: DeviceTimes | None = None
+        self._copied: DeviceTimes | None = None
 
     def cells(self, layer: int) -> list[Cells]:
         """The places of the layer's parts in these spans, part by part within each span."""
@@ -132,12 +150,18 @@ class SlotWriter:
             for cells in self._sink._cells(span, layer)
         ]
 
+    def ran(self, computed: DeviceTimes, copied: DeviceTimes) -> None:
+        """When a device computed and copied the cells; they are told with the spans."""
+        if self._committed:
+            raise LocalProtocolError(f"times of {self._spans} told after their commit")
+        self._computed, self._copied = computed, copied
+
     def commit(self) -> None:
         """Announce the spans, once."""
         if self._committed:
             raise LocalProtocolError(f"{self._spans} committed twice")
         self._committed = True
-        self._sink._commit(self._spans, self._write_ns)
+        self._sink._commit(self._spans, self._write_ns, self._computed, self._copied)
 
     def __enter__(self) -> Self:
         return self

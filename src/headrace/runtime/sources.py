@@ -27,6 +27,7 @@ from headrace.plan import Plan, compile_plan
 from headrace.process import KILL_WAIT_S
 from headrace.protocol.books import AttemptMessage, PlanFor
 from headrace.protocol.owner import Owner
+from headrace.runtime.keeping import Maker
 from headrace.runtime.local import LocalSource
 from headrace.runtime.restarts import HANG_UP_GRACE_S, Line, Restarts
 from headrace.runtime.supervisor import RestartPolicy
@@ -109,6 +110,26 @@ class Sources:
             yield self._local.manifest, self._plan_for(self._local.layout)
         for line in self._restarts.away:
             yield line.manifest, self._plan_for(line.layout)
+
+    def makers(self, *, local: bool) -> Iterator[Maker]:
+        """Who may compute for a request, those away included; `local`: the owner's engine too."""
+        for source, handle in self.handles.items():
+            if source not in self._dead and isinstance(handle, SourceHandle):
+                yield Maker(handle.maker, handle.manifest.prefix)
+        if local and self._local is not None:
+            yield Maker(self._local.maker, self._local.manifest.prefix)
+        for line in self._restarts.away:
+            yield Maker(line.maker, line.manifest.prefix)
+
+    @property
+    def local_continues(self) -> bool:
+        """Whether the owner can compute a remainder by itself."""
+        return self._local is not None and self._local.continues
+
+    @property
+    def local_id(self) -> SourceId | None:
+        """The owner's own engine, once it is in service."""
+        return self._local_id
 
     def run_local(self, take_in: Callable[[], None]) -> None:
         """Run the attempt that the owner's own engine was granted, if there is one."""

@@ -100,6 +100,11 @@ class SourceHandle:
             env=self._env,
         )
 
+    @property
+    def maker(self) -> str:
+        """Who computes: the same for two sources that compute the same bits."""
+        return f"{self.engine} {msgspec.json.encode(self._options, order='sorted').decode()}"
+
     def start(self) -> None:
         """Spawn the process and return at once; it loads its engine meanwhile.
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from headrace.messages import Interval
+from headrace.telemetry.claim import Evidence, Overlap, overlap_of
 from headrace.telemetry.clocks import Aligned, ClockCheck
 from headrace.telemetry.spans import of_one_layer
 from headrace.telemetry.tail import PARTS, Part, length_of, pieces
-from headrace.telemetry.times import length_ns, overlap, union_of
+from headrace.telemetry.times import length_ns, union_of
 
-Evidence: TypeAlias = Literal["host", "device"]
 Alone: TypeAlias = Literal["whole-route run", "own imports"]
 
 TIMER_NOISE_NS: Final = 100_000
@@ -26,8 +26,7 @@ class Report:
     """The figures of one run: ns, bytes, shares of 1; None where there is no such figure.
 
     local: the owner computed it by itself, in one thread: nothing overlaps and nothing is hidden.
-    evidence: the clock of the overlap; `device` only if all that the source computed and all that
-    was imported was read from devices. compute_ns, write_ns: what the source told; both_ns: where
+    overlap: None where nothing can be told of it. compute_ns, write_ns: what the source told; both_ns: where
     it computed and wrote in turn, see `computes_too`. early_nbytes: imported before the prefill
     ended. alone_ns: T, the time that the same import takes alone, and where it is from. bound: the
     share of all bytes but those of the last layer group. saved_ns: how much sooner the first token
@@ -45,8 +44,7 @@ class Report:
     clock: ClockCheck
     published: bool
     local: bool
-    evidence: Evidence
-    overlap_ns: int | None
+    clocks_of: Overlap
     prefill_ns: int | None
     compute_ns: int
     write_ns: int

@@ -36,7 +36,8 @@ class PrefillEngineConformance:
     """Checks of one prefill engine.
 
     context: of the plans. lengths: prompts tried. group_sizes, chunks, prefill_chunks: cuttings
-    tried. checks: whether it calls `sink.check` in each layer, which only an engine that computes all layers in one foreign call cannot.
+    tried. checks: whether it calls `sink.check` in each layer, which only an engine that computes
+    all layers in one foreign call cannot.
     """
 
     context: ClassVar[int] = 64
@@ -184,8 +185,8 @@ class PrefillEngineConformance:
                 )
 
     def test_it_can_start_late(self) -> None:
-        """`start` > 0 asks for positions [start, n) only; they are those of a run from 0 that is cut
-        at the same positions.
+        """`start` > 0 asks for positions [start, n) only; they are those of a run from 0 with the
+        same cuts.
         """
         if self.engine.manifest().prefix == "none":
             return

@@ -149,7 +149,7 @@ def _misshapen(array: list[Any]) -> Iterator[tuple[str, bytes]]:
     word = array[0]
     names = [str(at) for at in range(len(array))]
     for at in range(len(array)):
-        if array[at:] != [None]:  # the last one may be left out
+        if any(value is not None for value in array[at:]):  # the last ones may be left out
             yield f"shape: {word} without field {at}", _pack([*array[:at], *array[at + 1 :]])
         yield f"shape: {word} with field {at} twice", _pack([*array[: at + 1], *array[at:]])
     yield f"shape: {word} with a field more", _pack([*array, 0])

@@ -57,9 +57,9 @@ class MemorySink:
     """One attempt over plain memory; implements `PrefillSink`.
 
     `commits` are the span batches in order; `snapshots` the bytes of each batch's cells when it was
-    announced, by (layer, part, start, stop). `cancel_at`: the number of calls of `check`, `write`, `commit` and `final`
-    after which each raises Cancelled; `calls` are the names of all of them in order, `num_refused`
-    of those are the ones that it was raised in.
+    announced, by (layer, part, start, stop). `cancel_at`: the number of calls of `check`, `write`,
+    `commit` and `final` after which each raises Cancelled; `calls` are the names of all of them in
+    order, `num_refused` of those are the ones that it was raised in.
     """
 
     def __init__(self, plan: Plan, options: Prefill, *, cancel_at: int | None = None) -> None:

@@ -14,8 +14,8 @@ from headrace.backends import replay
 from headrace.backends.null import decoder_like
 from headrace.backends.replay import ReplayEngine
 from headrace.backends.replay import open as open_replay
-from headrace.errors import Refused
-from headrace.geometry import Emission, Full, Layout, Sliding
+from headrace.errors import LocalProtocolError, Refused
+from headrace.geometry import Emission, Full, Layout, PrefixUse, Sliding
 from headrace.ids import Span
 from headrace.messages import Prefill
 from headrace.plan import compile_plan
@@ -27,9 +27,10 @@ NUM_TOKENS = 23
 
 def run(engine: ReplayEngine, tokens: Sequence[int], asked: Prefill | None = None) -> MemorySink:
     manifest = engine.manifest()
-    plan = compile_plan(decoder_like(manifest), manifest.layouts[0], len(tokens), 64)
-    sink = MemorySink(plan, asked or ask(len(tokens)))
-    engine.prefill_stream(tokens, sink)
+    asked = asked or ask(len(tokens))
+    decoder, layout = decoder_like(manifest), manifest.layouts[0]
+    sink = MemorySink(compile_plan(decoder, layout, len(tokens), 64, asked.start), asked)
+    engine.prefill_stream(tokens, sink, asked.start)
     return sink
 
 
@@ -235,3 +236,38 @@ def test_the_computing_ends_at_the_same_time_on_all_routes(
 ) -> None:
     sink = paced(monkeypatch, write_ms, ask(NUM_TOKENS, route, prefill_chunk=prefill_chunk))
     assert sink.ready_ms == pytest.approx(40)
+
+
+@pytest.mark.parametrize("prefix", ["recompute", "own_cache"])
+@pytest.mark.parametrize("route", ["whole", "chunked", "streamed"])
+@pytest.mark.parametrize("start", [1, 5, 6, 7, 17, NUM_TOKENS - 1])
+def test_a_late_start_gives_the_same_bytes(prefix: PrefixUse, route: Any, start: int) -> None:
+    engine = open_replay({**GEOMETRY, "prefix": prefix})
+    assert engine.manifest().prefix == prefix
+    whole = rows_of(run(engine, prompt()))
+    asked = ask(
+        NUM_TOKENS, route, group_layers=2, chunk=4, prefill_chunk=7, start=start, cuts=(start,)
+    )
+    late = run(engine, prompt(), asked)
+    assert late.ended
+    assert not late.stray_bytes()
+    assert rows_of(late) == {key: row for key, row in whole.items() if key[3] >= start}
+
+
+def test_only_an_own_cache_saves_the_time_of_the_first_positions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for prefix, seconds in (("recompute", 0.4), ("own_cache", 0.1)):
+        slept: list[float] = []
+        monkeypatch.setattr(time, "sleep", slept.append)
+        engine = open_replay({**GEOMETRY, "layers": 4, "layer_ms": 100, "prefix": prefix})
+        run(engine, prompt(20), ask(20, "streamed", start=15, cuts=(15,)))
+        assert sum(slept) == pytest.approx(seconds)
+
+
+def test_a_start_that_is_not_the_plans() -> None:
+    engine = open_replay(GEOMETRY)
+    plan = compile_plan(decoder_like(engine.manifest()), "head_major", 9, 64, 3)
+    for start in (0, 4):
+        with pytest.raises(LocalProtocolError, match="the plan begins at 3"):
+            engine.prefill_stream(prompt(9), MemorySink(plan, ask(9, start=3, cuts=(3,))), start)

@@ -210,7 +210,16 @@ def test_lanes_are_counted_and_reused_under_new_serials() -> None:
     assert (entry.lane, entry.num_tokens, entry.serial) == (second.lane, 4, second.serial)
     counts = dict(decoder.statistics())
     assert counts.pop("nbytes") >= 2 * 4 * 2 * 2 * 16 * 4 * 32
-    assert counts == {"lanes_free": 0, "lanes_reserved": 1, "lanes_published": 1}
+    assert counts == {
+        "lanes_free": 0,
+        "lanes_reserved": 1,
+        "lanes_published": 1,
+        "storages": 2,
+        "storages_free": 0,
+        "storages_kept": 0,
+        "kept": 0,
+        "kept_nbytes": 0,
+    }
     decoder.free(first)
     again = decoder.reserve(5)
     assert again.lane == first.lane

@@ -164,7 +164,7 @@ def test_a_seed_may_be_a_view_into_longer_rows() -> None:
         return wide[:, 4 : 4 + rows]
 
     views = tuple(states and (inside(states[0]), inside(states[1])) for states in seed.layers)
-    cold, logits = run("gemma3", tokens, cuts=(25,))
+    _, logits = run("gemma3", tokens, cuts=(25,))
     _, seeded = run("gemma3", tokens, cuts=(25,), seed=Seed(25, views))
     assert torch.equal(seeded, logits)
 

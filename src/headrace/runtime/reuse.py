@@ -1,0 +1,130 @@
+"""How much of a prompt is taken from what the decoder keeps, and who computes the rest.
+
+The whole of it, if the same prompt was published before: then nothing is left to compute. Else the
+first positions, if a kept prompt begins alike; then a source either computes them again and emits
+the others only (which saves their transfer), or goes on from its own cache of them, or the owner
+computes a short remainder itself. Which one is expected to publish first is told by what is known
+of their speed; what is not known is not assumed to be fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headrace.geometry import PrefixUse
+from headrace.messages import MAX_CHOICE_TEXT, Remainder, Reuse, travelling_text
+from headrace.runtime.prefix import Found
+
+NOTHING = "no kept prompt begins alike"
+
+
+class Way(NamedTuple):
+    """One way to get the rest of a prompt, and when it is expected to be published, in ns.
+
+    found: None for a prefill of all of it. ns: None where it is not known.
+    """
+
+    found: Found | None
+    remainder: Remainder
+    ns: float | None
+    text: str
+
+
+class Speeds(NamedTuple):
+    """What is known of one owner and its sources, in ns; None where nothing is.
+
+    source_ns: to compute the whole prompt at the source. position_ns: to compute one position by
+    the owner's own engine, at most. carry_ns_per_byte: to write and import cells.
+    copy_ns_per_byte: to copy cells within the decoder.
+    """
+
+    source_ns: float | None
+    position_ns: float | None
+    carry_ns_per_byte: float | None
+    copy_ns_per_byte: float | None
+
+
+class Sides(NamedTuple):
+    """Who may compute a remainder: what all sources can do, and whether the owner can."""
+
+    source: PrefixUse
+    owner: bool
+
+
+def ways(
+    found: Sequence[Found],
+    sides: Sides,
+    speeds: Speeds,
+    num_tokens: int,
+    row_nbytes: float,
+) -> list[Way]:
+    """What can be done for a prompt of `num_tokens`, a prefill of all of it last.
+
+    found: the longest of each kind is looked at. row_nbytes: bytes of one position's cells, on
+    average.
+    """
+    out: list[Way] = []
+    if found and found[0].positions == num_tokens:
+        return [Way(found[0], "none", 0.0, f"all {num_tokens} positions are kept")]
+    cold_ns = _sum(speeds.source_ns, _times(speeds.carry_ns_per_byte, row_nbytes * num_tokens))
+    if found:
+        best = found[0]
+        rest = num_tokens - best.positions
+        share = rest / num_tokens
+        carried = _times(speeds.carry_ns_per_byte, row_nbytes * rest)
+        copied_nbytes = 0.0 if best.is_all else row_nbytes * best.positions
+        copied = _times(speeds.copy_ns_per_byte, copied_nbytes)
+        if sides.owner:
+            ns = _sum(_times(speeds.position_ns, float(rest)), copied)
+            out.append(Way(best, "owner", ns, f"the owner computes {rest} positions"))
+        if sides.source == "own_cache":
+            ns = _sum(_times(speeds.source_ns, share), carried, copied)
+            out.append(Way(best, "source", ns, f"the source goes on from its cache for {rest}"))
+        elif sides.source == "recompute":
+            ns = _sum(speeds.source_ns, carried, copied)
+            text = f"the source computes all {num_tokens} again and sends {rest}"
+            out.append(Way(best, "source", ns, text))
+    out.append(Way(None, "source", cold_ns, f"a prefill of all {num_tokens}"))
+    return out
+
+
+def choose(of: Sequence[Way]) -> tuple[Way, str]:
+    """The way that is expected to publish first, and why.
+
+    Where the time of a prefill of all is not known, a source that has less to send is still taken,
+    since it does no more than that; an owner's remainder is not, since it may take for ever.
+    """
+    *others, cold = of
+    if not others:
+        return cold, cold.text if cold.found else NOTHING
+    if cold.ns is None:
+        sent = [way for way in others if way.remainder == "source"]
+        if sent:
+            return sent[0], f"{sent[0].text}; nothing is known of its speed yet"
+        return cold, f"nothing is known yet of how long {others[0].text.removeprefix('the ')} takes"
+    known = [way for way in of if way.ns is not None]
+    best = min(known, key=lambda way: way.ns or 0.0)
+    least = min((w for w in known if w is not best), key=lambda way: way.ns or 0.0, default=None)
+    text = f"{best.text}: {_ms(best.ns)}"
+    if least is not None:
+        text += f", and {least.text} is expected to take {_ms(least.ns)}"
+    return best, text
+
+
+def as_told(way: Way, reason: str) -> Reuse:
+    """What a caller is told of the way that was taken."""
+    positions = 0 if way.found is None else way.found.positions
+    return Reuse(positions, way.remainder, travelling_text(reason)[:MAX_CHOICE_TEXT])
+
+
+def _times(ns: float | None, count: float) -> float | None:
+    return None if ns is None else ns * count
+
+
+def _sum(*times: float | None) -> float | None:
+    return None if None in times else sum(each or 0.0 for each in times)
+
+
+def _ms(ns: float | None) -> str:
+    return "unknown" if ns is None else f"{ns / 1e6:.1f} ms"

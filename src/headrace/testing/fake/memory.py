@@ -1,0 +1,154 @@
+"""The memory of the device model: what is allocated, what is poison, who touches what when."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from headrace.testing.fake.queues import Clock, Queue, Queues, join
+from headrace.testing.fake.ranges import Marks, Ranges
+
+POISON: Final = np.frombuffer(b"\xfb\x7f", dtype=np.uint8)
+"""A NaN in every float that a cache is kept in, and not the one that an owner poisons with."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Device memory, which belongs to the stream that it was allocated on."""
+
+    begin: int
+    end: int
+    owner: Queue
+    kept: bool  # asked for with `empty`: reads of it count too
+
+
+class Memory:
+    """All that is known of bytes by address; `fault` tells of what must never be."""
+
+    def __init__(self, queues: Queues, fault: Callable[[str], None]) -> None:
+        self._queues = queues
+        self._fault = fault
+        self._begins: list[int] = []
+        self._blocks: list[Block] = []
+        self._writes: dict[int, Marks] = {}
+        self._reads: dict[int, Marks] = {}
+        self.nbytes = 0
+
+    # Allocation.
+
+    def empty(self, nbytes: int, owner: Queue) -> torch.Tensor:
+        """Fresh memory full of poison."""
+        flat = torch.empty(nbytes, dtype=torch.uint8)
+        poison(((flat.data_ptr(), flat.data_ptr() + nbytes),))
+        self.hold(flat, owner, kept=True)
+        return flat
+
+    def hold(self, tensor: torch.Tensor, owner: Queue, *, kept: bool = False) -> None:
+        """The storage of a tensor is device memory until it is dropped; once more is harmless."""
+        storage = tensor.untyped_storage()
+        begin, nbytes = storage.data_ptr(), storage.nbytes()
+        if nbytes == 0 or self.block(begin) is not None:
+            return
+        at = bisect_right(self._begins, begin)
+        self._begins.insert(at, begin)
+        self._blocks.insert(at, Block(begin, begin + nbytes, owner, kept))
+        self.nbytes += nbytes
+        weakref.finalize(storage, self._dropped, begin).atexit = False
+
+    def block(self, address: int) -> Block | None:
+        """The device memory that an address lies in."""
+        at = bisect_right(self._begins, address) - 1
+        return self._blocks[at] if at >= 0 and address < self._blocks[at].end else None
+
+    def block_of(self, ranges: Ranges, what: str) -> Block | None:
+        """The block that all ranges lie in, None for host memory; a fault if they leave it."""
+        block = self.block(ranges[0][0])
+        if block is not None and ranges[-1][1] > block.end:
+            self._fault(f"{what} reaches {ranges[-1][1] - block.end} bytes past its device memory")
+        return block
+
+    def _dropped(self, begin: int) -> None:
+        at = bisect_right(self._begins, begin) - 1
+        block = self._blocks.pop(at)
+        del self._begins[at]
+        self.nbytes -= block.end - block.begin
+        clock = dict(block.owner.clock)
+        join(clock, self._queues.host)
+        where = ((block.begin, block.end),)
+        late = self._unordered(where, clock, block.owner, reads=True)
+        if late:
+            self._fault(f"early free: device memory was dropped that {late}, in no order")
+            return
+        for work in [w for w in self._queues.pending if w.touches(where)]:
+            self._queues.finish(work)  # it is ordered before whoever gets the memory next
+        for marks in (*self._writes.values(), *self._reads.values()):
+            marks.clear(block.begin, block.end)
+
+    # Order.
+
+    def check(self, what: str, queue: Queue, clock: Clock, reads: Ranges, writes: Ranges) -> None:
+        """Tell a fault unless all that this work must come after is ordered before it."""
+        late = self._unordered(reads, clock, queue, reads=False)
+        if late:
+            self._fault(f"race: {what} on {queue} reads bytes that {late}, in no order")
+        late = self._unordered(writes, clock, queue, reads=True)
+        if late:
+            self._fault(f"race: {what} on {queue} overwrites bytes that {late}, in no order")
+
+    def note(self, queue: Queue, number: int, reads: Ranges, writes: Ranges) -> None:
+        """This work touched these bytes last."""
+        reads = tuple(each for each in reads if self._is_kept(each[0]))
+        for marks, ranges in ((self._reads, reads), (self._writes, writes)):
+            mine = marks.setdefault(queue.index, Marks())
+            if ranges and len(mine) > 256:
+                mine.forget(self._queues.host.get(queue.index, 0))
+            for begin, end in ranges:
+                mine.put(begin, end, number)
+
+    def _is_kept(self, address: int) -> bool:
+        """Whether a read counts: not of what torch calls made, which ends with its own stream."""
+        block = self.block(address)
+        return block is None or block.kept
+
+    def in_use(self, begin: int, end: int) -> str:
+        """Which work the host does not know to be done with these bytes; empty if none."""
+        nobody = Queue(-1, "the host")
+        return self._unordered(((begin, end),), self._queues.host, nobody, reads=True)
+
+    def _unordered(self, ranges: Ranges, clock: Clock, queue: Queue, *, reads: bool) -> str:
+        kinds = [("writes", self._writes), *([("reads", self._reads)] if reads else [])]
+        for kind, by_stream in kinds:
+            for index, marks in by_stream.items():
+                if index == queue.index:
+                    continue
+                for begin, end in ranges:
+                    if marks.above(begin, end, clock.get(index, 0)):
+                        return f"{self._queues.streams[index]} {kind}"
+        return ""
+
+
+def poison(ranges: Ranges) -> None:
+    """Fill bytes with poison."""
+    for begin, end in ranges:
+        first = begin % 2
+        size = end - begin + first
+        if size <= 1 << 12:
+            ctypes.memmove(begin, (_BLOCK[first:])[: end - begin].tobytes(), end - begin)
+        else:
+            at(begin, end - begin)[:] = np.resize(np.roll(POISON, -first), end - begin)
+
+
+def at(address: int, nbytes: int) -> Any:
+    """The bytes at an address, a numpy array of uint8; nothing is kept alive."""
+    raw = (ctypes.c_ubyte * nbytes).from_address(address)
+    return np.frombuffer(memoryview(raw), dtype=np.uint8)
+
+
+_BLOCK: Final = np.resize(POISON, 1 << 13)

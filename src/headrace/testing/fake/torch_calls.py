@@ -1,0 +1,134 @@
+"""What torch does to device memory, call by call: at once on the compute stream, or queued.
+
+The compute stream does not lag: a call is carried out when it is made, after what its stream waits
+for. That is the earliest that a device could, so a copy that should come first is shown missing. On
+other streams calls are queued as copies are. Views are made at once: they touch nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.errors import LocalProtocolError
+from headrace.testing.fake.memory import at
+
+Kernel = Callable[[], object]
+Tensors = Sequence[torch.Tensor]
+
+
+class Calls(Protocol):
+    """What a device makes of calls."""
+
+    def before(self, what: str, reads: Tensors, writes: Tensors) -> None:
+        """The stream carries this out now."""
+
+    def queue(self, what: str, run: Kernel, reads: Tensors, writes: Tensors) -> None:
+        """The stream carries this out in its turn."""
+
+    def made(self, tensor: torch.Tensor) -> None:
+        """A call made this tensor on the stream."""
+
+    def is_device(self, tensor: torch.Tensor) -> bool:
+        """Whether its storage is device memory."""
+
+
+class AtOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Carries calls out as they are made."""
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls = calls
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        reads, writes = _touched(func, args, kwargs)
+        if func.is_view:
+            made = func(*args, **kwargs)
+            if _is_view_of(made, reads + writes):
+                return made
+        self._calls.before(str(func), reads, writes)
+        made = func(*args, **kwargs)
+        held = {each.untyped_storage().data_ptr() for each in reads + writes}
+        for each in _tensors((made,)):
+            if each.untyped_storage().data_ptr() not in held:
+                self._calls.made(each)
+        return made
+
+
+class Queued(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Queues calls: what they make has its shape at once, and its values when they ran."""
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls = calls
+        self._made: dict[int, torch.Tensor] = {}  # the allocator keeps these for their stream
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        reads, writes = _touched(func, args, kwargs)
+        if func.is_view:
+            made = func(*args, **kwargs)
+            if _is_view_of(made, reads + writes):
+                return made
+        late_args = tuple(self._late(each) for each in args)
+        late_kwargs = {name: self._late(each) for name, each in kwargs.items()}
+        if writes:
+            self._calls.queue(str(func), lambda: func(*late_args, **late_kwargs), reads, writes)
+            return writes[0]
+        made = func(*args, **kwargs)
+        if not isinstance(made, torch.Tensor):
+            raise LocalProtocolError(f"{func} cannot be queued by the fake device")
+        self._calls.made(made)
+        self._made[made.untyped_storage().data_ptr()] = made
+        late_made = self._late(made)
+        self._calls.queue(
+            str(func), lambda: late_made.copy_(func(*late_args, **late_kwargs)), reads, [made]
+        )
+        return made
+
+    def _late(self, argument: Any) -> Any:
+        """The argument as it is when the call runs: device memory is not kept alive for that."""
+        if isinstance(argument, list | tuple):
+            return type(argument)(self._late(each) for each in argument)
+        if not isinstance(argument, torch.Tensor) or not self._calls.is_device(argument):
+            return argument
+        storage = argument.untyped_storage()
+        if storage.data_ptr() in self._made:
+            return argument
+        flat = torch.from_numpy(at(storage.data_ptr(), storage.nbytes())).view(argument.dtype)
+        return flat.as_strided(argument.shape, argument.stride(), argument.storage_offset())
+
+
+def _touched(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors that a call reads, and those that it writes."""
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
+    schema = func._schema.arguments
+    for at_, value in [*enumerate(args), *kwargs.items()]:
+        argument = schema[at_] if isinstance(at_, int) else next(a for a in schema if a.name == at_)
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        (writes if written else reads).extend(_tensors((value,)))
+    return reads, writes
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _is_view_of(made: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    held = {each.untyped_storage().data_ptr() for each in tensors}
+    return all(each.untyped_storage().data_ptr() in held for each in _tensors((made,)))
