@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import pytest
 
@@ -63,5 +63,48 @@ class TestCpuBfloat16(TestCpuLlama):
 
 
 class TestCpuOneLane(TestCpuLlama):
+    lanes: ClassVar[int] = 1
+    lengths: ClassVar[Sequence[int]] = (1, 40)
+
+
+class TestCudaOnFakeLlama(DecoderConformance):
+    """The CUDA decoder on a device model; all host memory is pinned, so that every copy lags."""
+
+    family: ClassVar[str] = "llama"
+    dtype: ClassVar[str] = "float32"
+    lengths: ClassVar[Sequence[int]] = (1, 16, 40)
+    fake: ClassVar[Mapping[str, Any]] = {"all_pinned": True, "polls_per_step": 2}
+
+    def make_decoder(self, lanes: int) -> Decoder:
+        fake_device = pytest.importorskip("headrace.testing.fake_device")
+        options = {
+            "model": str(directory_of(self.family)),
+            "dtype": self.dtype,
+            "lanes": lanes,
+            "context": self.context,
+            **self.fake,
+        }
+        decoder: Decoder = fake_device.open_decoder(options)
+        return decoder
+
+
+class TestCudaOnFakeHybrid(TestCudaOnFakeLlama):
+    family: ClassVar[str] = "gemma3"
+    lengths: ClassVar[Sequence[int]] = (1, 15, 16, 17, 40)
+
+
+class TestCudaOnFakePageable(TestCudaOnFakeLlama):
+    family: ClassVar[str] = "gemma3"
+    lengths: ClassVar[Sequence[int]] = (17, 40)
+    fake: ClassVar[Mapping[str, Any]] = {"seed": 7}
+
+
+class TestCudaOnFakeBfloat16(TestCudaOnFakeLlama):
+    family: ClassVar[str] = "gemma3"
+    dtype: ClassVar[str] = "bfloat16"
+    lengths: ClassVar[Sequence[int]] = (1, 40)
+
+
+class TestCudaOnFakeOneLane(TestCudaOnFakeLlama):
     lanes: ClassVar[int] = 1
     lengths: ClassVar[Sequence[int]] = (1, 40)

@@ -281,3 +281,28 @@ def test_a_span_by_layer_has_the_same_cells_and_no_empty_parts() -> None:
     assert parts == [Span(0, 1, 2, 7), Span(1, 2, 2, 7), Span(3, 4, 2, 7)]
     assert list(cells_of(plan, *parts)) == list(cells_of(plan, span))
     assert plan.by_layer(Span(2, 3, 0, 9)) == []
+
+
+# Positions that the decoder has kept.
+
+
+@given(geometries(), st.data())
+@FEW
+def test_a_plan_from_a_position_carries_the_cells_from_there_and_no_others(
+    geometry: Geometry, data: st.DataObject
+) -> None:
+    manifest, layout, num_tokens, context = geometry
+    start = data.draw(st.integers(0, num_tokens - 1))
+    whole = compile_plan(manifest, layout, num_tokens, context)
+    rest = compile_plan(manifest, layout, num_tokens, context, start)
+    kept = [cell for cell in cells_of(whole, whole.whole()) if cell[1] < start]
+    assert sorted([*kept, *cells_of(rest, rest.whole())]) == sorted(cells_of(whole, whole.whole()))
+    assert rest.nbytes == sum(copy.nbytes for copy in rest.copies(rest.whole()))
+    assert rest.nbytes <= whole.nbytes
+    assert rest.start == start
+
+
+@pytest.mark.parametrize("start", [-1, 4, 5])
+def test_a_plan_from_outside_the_prompt_is_refused(start: int) -> None:
+    with pytest.raises(Refused, match=f"start {start} of a prompt of 4 tokens"):
+        make_plan(4, start=start)

@@ -17,8 +17,10 @@ from msgspec.structs import replace
 from headrace.backends.base import HostRange, PrefillSink
 from headrace.backends.device_carrier import DeviceCarrier, LogitsMemory
 from headrace.backends.options import read_options
+from headrace.backends.pinning import Pins
 from headrace.backends.takers import taker_of
 from headrace.backends.torch import check_asked
+from headrace.engine.cuda import open_device
 from headrace.engine.device import Device
 from headrace.engine.layers import manifest
 from headrace.engine.loading import LoadedModel, load_model
@@ -84,8 +86,9 @@ class CudaEngine:
         self._device = device
         self._shared = shared
         self._side = device.stream("states")
-        self._logits = LogitsMemory(device, facts.vocab_size)
+        self._logits = LogitsMemory(facts.vocab_size)
         self._pins = Pins(device)
+        self._pins.register(self._logits.range)
         self.facts = model.pairing_facts("DynamicCache")
 
     def manifest(self) -> Manifest:
@@ -125,9 +128,11 @@ class CudaEngine:
         if self._model is None:
             return
         self._model = None
-        self._logits.close()
-        if not self._shared:
-            self._device.close()
+        try:
+            self._pins.close()
+        finally:
+            if not self._shared:
+                self._device.close()
 
     def _compute(
         self,

@@ -21,8 +21,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from headrace.backends.base import Cells, PrefillSink, SpanWriter, TimedWriter
-from headrace.engine.device import Device, Event, PinFailed, Rows, Stream
+from headrace.backends.base import Cells, HostRange, PrefillSink, SpanWriter, TimedWriter
+from headrace.engine.device import Device, Event, Rows, Stream
 from headrace.engine.prefill import States
 from headrace.engine.tensors import check_region, dtype_of
 from headrace.errors import LocalProtocolError
@@ -70,25 +70,12 @@ class _Queued:
 
 
 class LogitsMemory:
-    """Host memory for one row of logits, pinned where that is possible; it serves all attempts."""
+    """Host memory of whole pages for one row of float32 logits; it serves all attempts."""
 
-    def __init__(self, device: Device, vocab_size: int) -> None:
-        self._device = device
-        self._row = np.frombuffer(mmap.mmap(-1, vocab_size * 4), np.float32)
-        self.view = memoryview(self._row).cast("B")
-        self.address = int(self._row.ctypes.data)
-        try:
-            device.register(self.address, self._row.nbytes, read_only=False)
-        except PinFailed:  # it is pageable then, and a copy of it holds the host up
-            self._pinned = False
-        else:
-            self._pinned = True
-
-    def close(self) -> None:
-        """Nothing copies into it any more. Idempotent."""
-        if self._pinned:
-            self._device.unregister(self.address)
-            self._pinned = False
+    def __init__(self, vocab_size: int) -> None:
+        self._row = np.frombuffer(mmap.mmap(-1, 4 * vocab_size), np.uint8)
+        self.view = self._row.data
+        self.range = HostRange(int(self._row.ctypes.data), self._row.nbytes)
 
 
 class DeviceCarrier:
@@ -156,7 +143,7 @@ class DeviceCarrier:
         """Queue the copy of the last position's logits, float32 and contiguous."""
         device, side = self._device, self._side
         device.wait(side, device.record(device.compute))
-        rows = Rows(self._memory.address, row.nbytes), Rows(row.data_ptr(), row.nbytes)
+        rows = Rows(self._memory.range.address, row.nbytes), Rows(row.data_ptr(), row.nbytes)
         device.copy(side, *rows, row.nbytes, 1)
         self._row, self._row_copied = row, device.record(side)
 

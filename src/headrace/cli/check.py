@@ -108,6 +108,12 @@ def _check(options: CheckOptions) -> None:
     check_count("--seed", options.seed, least=0)
     if options.context is not None:
         check_count("--context", options.context, least=2)
+    batch = _json_object("--decoder-options", options.decoder_options).get("decode_batch", 1)
+    if batch != 1:
+        raise Refused(
+            f"--decoder-options: decode_batch is {batch} and a check compares bit by bit in the "
+            "exact mode; leave it out"
+        )
     takes = [name for name in (options.source, options.decoder) if name in TAKE_A_MODEL]
     if options.model is None and takes:
         raise Refused(f"{takes[0]} needs --model; `headrace models list` shows what is built in")

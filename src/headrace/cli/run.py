@@ -186,6 +186,7 @@ def _config(
             **(model if options.decoder != "null" else {}),
             "lanes": options.lanes,
             "context": context,
+            **({"decode_batch": options.decode_batch} if options.decode_batch > 1 else {}),
         },
         source=options.source,
         source_options={**source, **_json_object(options.source_options)},

@@ -50,6 +50,8 @@ class RunOptions:
     "cpu, null or module:factory."
     lanes: int = 4
     "Active sequences of the decoder."
+    decode_batch: int = 1
+    "Sequences decoded in one forward; 1 = the exact mode. It changes the numbers a little."
     slots: int = 2
     "Slots of the source's slab."
     dtype: str = "float32"
@@ -101,7 +103,7 @@ def check_options(options: RunOptions) -> None:
         raise Refused(f"unknown log level {options.log_level!r}; choose {', '.join(LEVELS)}")
     check_name("source", options.source)
     check_name("decoder", options.decoder)
-    for name in ("group_layers", "lanes", "slots", "threads"):
+    for name in ("group_layers", "lanes", "slots", "threads", "decode_batch"):
         check_count(flag_of(name), getattr(options, name))
     for name in ("max_tokens", "chunk", "prefill_chunk", "top_k"):
         check_count(flag_of(name), getattr(options, name), least=0)
@@ -109,12 +111,24 @@ def check_options(options: RunOptions) -> None:
         check_count("--context", options.context)
     if options.seed is not None:
         check_count("--seed", options.seed, least=0, limit=MAX_SEED + 1)
+    if options.decode_batch > 1:
+        _check_batch(options)
     if options.max_tokens > 0:
         _check_sampling(options)
     if "" in options.stop:
         raise Refused("--stop is empty; give the text to end before, or leave it out")
     check_output("--trace", options.trace)
     _check_failures(options)
+
+
+def _check_batch(options: RunOptions) -> None:
+    if options.route == "compare":
+        raise Refused(
+            f"--decode-batch is {options.decode_batch} and routes are compared bit by bit in the "
+            "exact mode; leave --decode-batch out, or choose one route"
+        )
+    if options.decoder == "null":
+        raise Refused("--decode-batch is for a decoder that decodes, and null does not")
 
 
 def _check_failures(options: RunOptions) -> None:

@@ -1,7 +1,7 @@
 """What is measured of one attempt, and what happened to it if the request asked for a trace.
 
-All figures are of the host's CLOCK_MONOTONIC: the source's readings travel in its messages. Only the
-trace knows what devices tell by their own events. A record changes nothing of what it records.
+All figures are of the host's CLOCK_MONOTONIC: the source's readings travel in its messages. Only a
+trace has what devices tell by their own events. A record changes nothing of what it records.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A recording as a Chrome trace: a process per run, lanes of slices, arrows, counters of bytes.
 
 Perfetto and chrome://tracing draw it. Times are us of the owner's CLOCK_MONOTONIC. An instant is an
-arrow's end only on a slice, so messages are slices of 1 us in lanes of their own.
+arrow's end only on a slice, so messages are slices of 1 us in lanes of their own. What devices tell
+by their events has lanes of its own too, and the error that it has on that clock.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 
 from headrace.ids import Span
 from headrace.messages import Interval, IntervalKind
+from headrace.telemetry.claim import Evidence
 from headrace.telemetry.clocks import Aligned, align, pairs
 from headrace.telemetry.recording import Recording
 from headrace.telemetry.report import computes_too, report_of
@@ -25,11 +27,14 @@ Event: TypeAlias = dict[str, Any]
 MESSAGE_US: Final = 1.0
 
 _MESSAGES: Final[tuple[IntervalKind, ...]] = ("announced", "final", "validated")
-_LANES: Final[tuple[tuple[str, tuple[IntervalKind, ...]], ...]] = (
-    ("source", ("compute", "write")),
-    ("source, messages", ("announced", "final")),
-    ("owner, messages", ("validated",)),
-    ("owner", ("import", "neighbour", "decode", "drain")),
+_LANES: Final[tuple[tuple[str, Evidence | None, tuple[IntervalKind, ...]], ...]] = (
+    ("source", "host", ("compute", "write")),  # None: of whatever clock
+    ("source's device, computing", "device", ("compute",)),
+    ("source's device, copying", "device", ("write",)),
+    ("source, messages", None, ("announced", "final")),
+    ("owner, messages", None, ("validated",)),
+    ("owner", "host", ("import", "neighbour", "decode", "drain")),
+    ("owner's device", "device", ("import", "neighbour", "decode", "drain")),
 )
 _INSTANTS: Final[dict[IntervalKind, str]] = {
     "granted": "prefill granted",
@@ -56,6 +61,7 @@ def encode(recording: Recording) -> bytes:
         "displayTimeUnit": "ms",
         "otherData": {
             "clock": "CLOCK_MONOTONIC of the owner's host",
+            "device_clock": "events of the device, brought to it; off by at most args.error_us",
             "figures": [as_object(report_of(run, aligned)) for run in aligned],
         },
         "headrace": recording,
@@ -80,8 +86,9 @@ def _events(pid: int, run: Aligned, ids: Iterator[int]) -> Iterator[Event]:
     yield _meta(pid, 0, "process_name", named)
     places: dict[int, int] = {}  # an interval's identity -> its thread
     numbers = count(1)
-    for lane, kinds in _LANES:
-        for index, row in enumerate(tracks(run.of(*kinds)) or [[]]):
+    for lane, clock, kinds in _LANES:
+        intervals = [each for each in run.of(*kinds) if clock in (None, each.clock)]
+        for index, row in enumerate(tracks(intervals) or [[]] * (clock != "device")):
             tid = next(numbers)
             yield _meta(pid, tid, "thread_name", lane if not index else f"{lane} ({index + 1})")
             yield {**_meta(pid, tid, "thread_sort_index", ""), "args": {"sort_index": tid}}
@@ -105,6 +112,7 @@ def _called(run: Aligned, interval: Interval) -> str:
 
 def _slice(pid: int, tid: int, interval: Interval, name: str) -> Event:
     instant = interval.kind in _MESSAGES
+    error = {"error_us": interval.error_ns / 1e3} if interval.clock == "device" else {}
     dur = MESSAGE_US if instant else max(0, interval.ended_ns - interval.begun_ns) / 1e3
     return {
         "ph": "X",
@@ -114,7 +122,7 @@ def _slice(pid: int, tid: int, interval: Interval, name: str) -> Event:
         "name": name,
         "ts": interval.begun_ns / 1e3,
         "dur": dur,
-        "args": {"bytes": interval.nbytes, "clock": interval.clock, "instant": instant},
+        "args": {"bytes": interval.nbytes, "clock": interval.clock, "instant": instant} | error,
     }
 
 

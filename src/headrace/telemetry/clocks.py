@@ -3,7 +3,8 @@
 As in NTP: a message cannot arrive before it was sent. The grant bounds the offset (source minus
 owner) from above, by when the source began; the announcements bound it from below, by when the
 owner had validated them. The tightest bound of each side is kept. Both sides of one host read
-CLOCK_MONOTONIC, and the offset then lies within the bounds of zero.
+CLOCK_MONOTONIC, and the offset then lies within the bounds of zero. What a device tells was brought
+to the clock of its own side, and bounds the offset by no more than its error allows.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def pairs(
 def _latest_offset(source: Iterable[Interval], owner: Iterable[Interval]) -> int | None:
     """No larger than this is source minus owner: the source began after the last grant."""
     granted = [each.begun_ns for each in owner if each.kind == "granted"]
-    begun = [each.begun_ns for each in source if each.kind == "compute"]
+    begun = [each.begun_ns + each.error_ns for each in source if each.kind == "compute"]
     return min(begun) - max(granted) if granted and begun else None
 
 

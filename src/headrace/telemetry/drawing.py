@@ -14,6 +14,7 @@ from typing import Final
 
 from headrace.messages import Interval, IntervalKind
 from headrace.telemetry.chrome import tracks
+from headrace.telemetry.claim import Evidence
 from headrace.telemetry.clocks import Aligned, pairs
 from headrace.telemetry.report import computes_too
 from headrace.telemetry.tail import LABELS, Piece, pieces
@@ -35,14 +36,17 @@ MARKS: Final[dict[IntervalKind, str]] = {
 }
 
 _BOTH: Final = "computes + writes"
-_ROWS: Final[tuple[tuple[str, tuple[IntervalKind, ...]], ...]] = (
-    ("source computes", ("compute",)),
-    (_BOTH, ("write",)),
-    ("source writes", ("write",)),
-    ("messages", ("announced", "validated")),
-    ("owner imports", ("import",)),
-    ("others decode", ("neighbour",)),
-    ("own step, drain", ("decode", "drain")),
+_ROWS: Final[tuple[tuple[str, Evidence | None, tuple[IntervalKind, ...]], ...]] = (
+    ("source computes", "host", ("compute",)),  # None: of whatever clock
+    ("device computes", "device", ("compute",)),
+    (_BOTH, "host", ("write",)),
+    ("source writes", "host", ("write",)),
+    ("device copies out", "device", ("write",)),
+    ("messages", None, ("announced", "validated")),
+    ("owner imports", "host", ("import",)),
+    ("device imports", "device", ("import",)),
+    ("others decode", None, ("neighbour",)),
+    ("own step, drain", None, ("decode", "drain")),
 )
 _ALWAYS: Final = ("source computes", "source writes", "messages", "owner imports")
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
@@ -89,15 +93,19 @@ def rows_of(run: Aligned) -> list[Row]:
     """The rows that a run needs, from the top down; bars that overlap have rows of their own."""
     found: list[Row] = []
     top_px = 0
-    always = set(_ALWAYS)
-    if any(computes_too(run, each) for each in run.of("write")):
-        always.remove("source writes")
-    for label, kinds in _ROWS:
+    for label, clock, kinds in _ROWS:
         if label == "messages":
             lanes = [run.of(*kinds)]
         else:
-            bars_of = [each for each in run.of(*kinds) if _belongs(run, label, each)]
-            lanes = tracks(bars_of) or ([[]] if label in always else [])
+            of_kinds = run.of(*kinds)
+            bars_of = [
+                each
+                for each in of_kinds
+                if clock in (None, each.clock) and _belongs(run, label, each)
+            ]
+            lanes = tracks(bars_of)
+            if label in _ALWAYS and not of_kinds:
+                lanes = [[]]
         height_px = MESSAGES_PX if label == "messages" else ROW_PX
         for number, bars in enumerate(lanes):
             found.append(Row("" if number else label, top_px, height_px, tuple(bars)))
@@ -151,7 +159,8 @@ def _bars(run: Aligned, frame: Frame, row: Row) -> Iterator[str]:
     for number, each in enumerate(row.bars):
         if frame.meets(each.begun_ns, each.ended_ns):
             both = computes_too(run, each)
-            name = ("write both" if both else each.kind) + " odd" * (number % 2)
+            on_device = " device" * (each.clock == "device")
+            name = ("write both" if both else each.kind) + on_device + " odd" * (number % 2)
             stretch = each.begun_ns, max(each.begun_ns, each.ended_ns)
             says = _title(each, frame, "compute and write" if both else each.kind)
             yield _rect(name, frame, stretch, row.top_px, BAR_PX, says)
@@ -185,7 +194,8 @@ def _title(each: Interval, frame: Frame, what: str) -> str:
     lasting = f", {_ms(took)}" if took else ""
     moved = f", {each.nbytes} bytes" if each.nbytes else ""
     begun = frame.clock(each.begun_ns)
-    return f"{what} {each.name}: at {begun}{lasting}{moved} ({each.clock} clock)"
+    error = f", within {each.error_ns / 1e3:.1f} us" if each.clock == "device" else ""
+    return f"{what} {each.name}: at {begun}{lasting}{moved} ({each.clock} clock{error})"
 
 
 def _rect(name: str, frame: Frame, stretch: Stretch, top: int, height: int, says: str) -> str:

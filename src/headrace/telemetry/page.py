@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from headrace.messages import IntervalKind
+from headrace.messages import Interval, IntervalKind
 from headrace.telemetry.clocks import Aligned, align
 from headrace.telemetry.drawing import MARKS, Frame, draw_lanes, escape
 from headrace.telemetry.recording import Recording
@@ -23,6 +23,11 @@ _BARS: Final[dict[IntervalKind, str]] = {
     "neighbour": "the owner decodes a step of others",
     "decode": "its own first decode step",
     "drain": "the storage drains",
+}
+_DEVICE_BARS: Final[dict[IntervalKind, str]] = {
+    "compute": "the source's device computes a layer group",
+    "write": "it copies the group into the slot",
+    "import": "the owner's device imports a piece",
 }
 
 
@@ -101,12 +106,26 @@ def _legend(run: Aligned) -> str:
 
 def _bars(run: Aligned) -> Iterator[tuple[str, str]]:
     """The colours of a run's bars, by their class."""
-    both = {computes_too(run, each) for each in run.of("write")}
+    both = {computes_too(run, each) for each in run.of("write") if each.clock == "host"}
     for kind, word in _BARS.items():
         if kind == "write" and True in both:
             yield "write both", "it computes and writes a group of several layers, in turn"
-        if run.of(kind) and (kind != "write" or False in both):
+        by_host, by_device = _read_from(run, kind)
+        if by_host and (kind != "write" or False in both):
             yield kind, word
+        if by_device:
+            error_us = max(each.error_ns for each in by_device) / 1e3
+            told = f"by its own events, within {error_us:.1f} us"
+            yield f"{kind} device", f"{_DEVICE_BARS.get(kind, word)}, {told}"
+
+
+def _read_from(run: Aligned, kind: IntervalKind) -> tuple[list[Interval], list[Interval]]:
+    """The intervals of a kind that were read from the host, and from a device."""
+    found = run.of(kind)
+    return (
+        [each for each in found if each.clock == "host"],
+        [each for each in found if each.clock == "device"],
+    )
 
 
 def _figures(report: Report) -> str:

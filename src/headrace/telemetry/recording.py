@@ -18,7 +18,8 @@ from msgspec import Struct, field
 from headrace.errors import Refused
 from headrace.messages import Interval, IntervalKind, Measured
 
-VERSION: Final = 1
+VERSION: Final = 2
+"""Version 1 has no errors of device clocks in its intervals: they are read as 0, by the host."""
 
 SOURCE_KINDS: Final[tuple[IntervalKind, ...]] = ("compute", "write", "announced", "final")
 OWNER_KINDS: Final[tuple[IntervalKind, ...]] = (
@@ -44,6 +45,30 @@ _HOW = "record one with: headrace run --trace FILE.json"
 _COLUMNS = {
     "interval": ("", *Interval.__struct_fields__),
     "measured": ("", *Measured.__struct_fields__),
+}
+_COLUMNS_OF: Final = {
+    1: {
+        "interval": ("", "kind", "name", "begun_ns", "ended_ns", "nbytes", "clock"),
+        "measured": (
+            "",
+            "submitted_ns",
+            "prefill_begun_ns",
+            "source_final_ns",
+            "last_group_ns",
+            "published_ns",
+            "first_token_ns",
+            "ended_ns",
+            "kv_nbytes",
+            "nbytes_before_final",
+            "last_group_nbytes",
+            "spans",
+            "groups",
+            "imports",
+            "import_ns",
+            "decode_in_the_way_ns",
+        ),
+    },
+    VERSION: _COLUMNS,
 }
 
 
@@ -102,9 +127,10 @@ def read(path: Path) -> Recording:
         raise Refused(f"{path} is not a trace that headrace recorded; {_HOW}")
     try:
         version = msgspec.json.decode(raw, type=_Versioned).version
-        if version != VERSION:
+        if version not in _COLUMNS_OF:
+            known = ", ".join(map(str, _COLUMNS_OF))
             raise Refused(
-                f"{path} is a trace of version {version}, and this headrace reads {VERSION}; {_HOW}"
+                f"{path} is a trace of version {version}, and this headrace reads {known}; {_HOW}"
             )
         recording = msgspec.json.decode(raw, type=Recording)
         _check(recording)
@@ -126,8 +152,9 @@ class _Versioned(Struct):
 
 def _check(recording: Recording) -> None:
     """What types cannot say; raises msgspec.ValidationError as they do."""
-    if recording.columns != _COLUMNS:
-        raise msgspec.ValidationError(f"its columns are not {_COLUMNS}")
+    columns = _COLUMNS_OF[recording.version]
+    if recording.columns != columns:
+        raise msgspec.ValidationError(f"its columns are not {columns}")
     if not recording.runs:
         raise msgspec.ValidationError("it holds no request")
     for run in recording.runs:

@@ -26,13 +26,13 @@ class Report:
     """The figures of one run: ns, bytes, shares of 1; None where there is no such figure.
 
     local: the owner computed it by itself, in one thread: nothing overlaps and nothing is hidden.
-    overlap: None where nothing can be told of it. compute_ns, write_ns: what the source told; both_ns: where
-    it computed and wrote in turn, see `computes_too`. early_nbytes: imported before the prefill
-    ended. alone_ns: T, the time that the same import takes alone, and where it is from. bound: the
-    share of all bytes but those of the last layer group. saved_ns: how much sooner the first token
-    was there than on the whole route, whose tail is whole_tail_ns. parts_ns: the tail, part by
-    part; they add up to it. cancel_ns: from the grant to the cancel. drain_ns: from the terminal
-    until the storage was free.
+    overlap: what the intervals show of it. compute_ns, write_ns: what the source told; both_ns:
+    where it computed and wrote in turn, see `computes_too`. early_nbytes: imported before the
+    prefill ended. alone_ns: T, the time that the same import takes alone, and where it is from.
+    bound: the share of all bytes but those of the last layer group. saved_ns: how much sooner the
+    first token was there than on the whole route, whose tail is whole_tail_ns. parts_ns: the tail,
+    part by part; they add up to it. cancel_ns: from the grant to the cancel. drain_ns: from the
+    terminal until the storage was free.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Report:
     clock: ClockCheck
     published: bool
     local: bool
-    clocks_of: Overlap
+    overlap: Overlap
     prefill_ns: int | None
     compute_ns: int
     write_ns: int
@@ -64,6 +64,21 @@ class Report:
     cancel_ns: int | None
     drain_ns: int | None
 
+    @property
+    def evidence(self) -> Evidence:
+        """What the overlap was read from: `device` only if both sides were."""
+        return self.overlap.evidence
+
+    @property
+    def overlap_ns(self) -> int | None:
+        """How long imports ran while the source was at work."""
+        return self.overlap.length_ns if self.clock.comparable and not self.local else None
+
+    @property
+    def kernel_overlap_ns(self) -> int | None:
+        """As much of it as may be called kernel overlap."""
+        return None if self.overlap_ns is None else self.overlap.kernels_ns
+
 
 def report_of(run: Aligned, among: Iterable[Aligned] = ()) -> Report:
     """The figures of `run`; `among`: the runs of its file, for one that tells T."""
@@ -82,8 +97,7 @@ def report_of(run: Aligned, among: Iterable[Aligned] = ()) -> Report:
         clock=run.clock,
         published=run.published_ns is not None,
         local=run.is_local,
-        evidence=evidence(run),
-        overlap_ns=overlap_ns(run) if run.clock.comparable and not run.is_local else None,
+        overlap=overlap_of(run),
         prefill_ns=_between(run.begun_ns, run.final_ns),
         compute_ns=length_ns(union_of(run.of("compute"))),
         write_ns=length_ns(union_of(write)),
@@ -105,30 +119,15 @@ def report_of(run: Aligned, among: Iterable[Aligned] = ()) -> Report:
     )
 
 
-def evidence(run: Aligned) -> Evidence:
-    """`device` only if both sides are: one host reading, or a side without any, makes it `host`."""
-    computed, imported = run.of("compute"), run.of("import")
-    on_device = all(each.clock == "device" for each in (*computed, *imported))
-    return "device" if computed and imported and on_device else "host"
-
-
-def overlap_ns(run: Aligned) -> int:
-    """Time in which an import ran while the source computed or wrote, ns; no instant counts twice.
-
-    Where it may be called kernel overlap, host readings of the source's writes do not enter.
-    """
-    clocks = ("device",) if evidence(run) == "device" else ("host", "device")
-    source = [each for each in run.of("compute", "write") if each.clock in clocks]
-    return length_ns(overlap(union_of(source), union_of(run.of("import"))))
-
-
 def computes_too(run: Aligned, interval: Interval) -> bool:
     """Whether what is told as a write holds computing as well.
 
     A source begins to write a message with the first cells of it. If cells of a later layer are in
-    it too, that layer may be computed after them, unless the prefill had ended before.
+    it too, that layer may be computed after them, unless the prefill had ended before. A device
+    tells the two apart.
     """
-    if interval.kind != "write" or of_one_layer(interval.name):
+    told_apart = interval.kind != "write" or interval.clock == "device"
+    if told_apart or of_one_layer(interval.name):
         return False
     return run.final_ns is None or interval.begun_ns < run.final_ns
 

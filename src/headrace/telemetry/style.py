@@ -33,7 +33,7 @@ h2 { font-size: 1.1rem; border-top: 1px solid var(--rule); padding-top: 1rem; }
 figure { margin: 1rem 0; }
 figcaption, caption { color: var(--muted); text-align: left; padding-bottom: 0.3rem; }
 .lanes { display: flex; }
-.labels { position: relative; flex: 0 0 7.2rem; font-size: 12px; color: var(--muted); }
+.labels { position: relative; flex: 0 0 7.4rem; font-size: 12px; color: var(--muted); }
 .labels span { position: absolute; left: 0; line-height: 18px; }
 .drawing { flex: 1 1 auto; min-width: 0; }
 svg { display: block; width: 100%; overflow: hidden; border-left: 1px solid var(--rule);
@@ -50,6 +50,7 @@ rect { stroke-width: 1px; }
 }
 .decode { fill: var(--decode); stroke: var(--decode); background: var(--decode); }
 .drain { fill: var(--drain); stroke: var(--drain); background: var(--drain); }
+.device { fill-opacity: 0.45; stroke-dasharray: 4 2; }
 .part.source { fill: var(--compute); stroke: var(--compute); background: var(--compute); }
 .part.messages { fill: var(--messages); stroke: var(--messages); background: var(--messages); }
 .part.rest { fill: var(--rest); stroke: var(--rest); background: var(--rest); }
@@ -68,6 +69,7 @@ rect { stroke-width: 1px; }
 .legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 0.2rem 1.2rem;
   font-size: 13px; }
 .legend i { display: inline-block; width: 14px; height: 12px; margin-right: 6px; }
+.legend i.device { opacity: 0.55; border: 1px dashed var(--text); }
 .legend i.mark { width: 3px; height: 14px; vertical-align: -2px; }
 .legend i.mark.cancel { background: none; border-left: 3px dashed var(--cancel); }
 .legend i.mark.ended { background: none; border-left: 3px dotted var(--muted); }

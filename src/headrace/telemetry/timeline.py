@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from headrace.messages import Interval, IntervalKind
+from headrace.telemetry.claim import overlap_of
 from headrace.telemetry.clocks import Aligned
-from headrace.telemetry.report import evidence
 from headrace.telemetry.times import Stretch
 
 _SHADES: Final = "█▓"
@@ -47,7 +47,7 @@ def draw(run: Aligned, *, width: int = 72) -> list[str]:
         f"source  │{_source_lane(run, column, width)}│ layer groups computed and written",
         f"owner   │{_owner_lane(owner, column, width)}│ {_legend(shown)}",
         f"        │{_mark_lane(instants, column, width)}│ {_legend(_MARKS[k] for k in instants)}",
-        f"        0 ms{milliseconds:>{width - 2}}   {evidence(run)} clock, {processes}",
+        f"        0 ms{milliseconds:>{width - 2}}   {overlap_of(run).evidence} clock, {processes}",
     ]
 
 

@@ -1,6 +1,6 @@
 """A run's figures in words, the same for a terminal and for a page, and as a JSON object.
 
-What may be said is decided here, from the readings: only two device clocks make a kernel overlap.
+What may be called a kernel overlap is decided in `headrace.telemetry.claim`, and said here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any, Final
 from headrace.telemetry.report import TIMER_NOISE_NS, Report
 from headrace.telemetry.tail import LABELS, PARTS
 
-HOST_ONLY: Final = "host intervals: nothing is claimed about kernels"
+NO_CLAIM: Final = "nothing is claimed about kernels"
+HOST_ONLY: Final = f"host intervals: {NO_CLAIM}"
 BOTH_DEVICES: Final = "device events of both sides"
 
 ONE_THREAD: Final = "one process, one thread: the owner computed the prompt itself"
@@ -69,13 +70,33 @@ def clocks(report: Report) -> str:
 
 def overlap(report: Report) -> tuple[str, str]:
     """The overlap, by the name that its clocks allow."""
-    name = "kernel overlap" if report.evidence == "device" else "host overlap"
+    if report.kernel_overlap_ns is not None:
+        name = "kernel overlap"
+    else:
+        name = f"{report.evidence} overlap"
     if report.local:
         return name, f"n/a: {ONE_THREAD} and imported in between"
     if report.overlap_ns is None:
         return name, f"n/a: {_CONTRADICT}"
-    grounds = BOTH_DEVICES if report.evidence == "device" else HOST_ONLY
-    return name, f"{_ms(report.overlap_ns)} of importing while the source worked ({grounds})"
+    if report.evidence == "host":
+        worked = f"{_ms(report.overlap_ns)} of importing while the source worked"
+        return name, f"{worked} ({_host_grounds(report)})"
+    within = f"each stretch within {_us(report.overlap.error_ns)}"
+    if report.kernel_overlap_ns is not None:
+        computed = f"{_ms(report.kernel_overlap_ns)} of importing while the source computed"
+        return name, f"{computed} ({BOTH_DEVICES}, {within}; shorter ones are not counted)"
+    computed = f"{_ms(report.overlap_ns)} of importing while the source computed"
+    if not report.overlap_ns:
+        return name, f"{computed} ({BOTH_DEVICES})"
+    return name, f"{computed} ({BOTH_DEVICES}, but no stretch beyond its error: {NO_CLAIM})"
+
+
+def _host_grounds(report: Report) -> str:
+    """What is claimed where a side was read from the host, and which one."""
+    for side, other in (("source", report.overlap.owner), ("owner", report.overlap.source)):
+        if other == "device":
+            return f"device events of one side, host intervals of the {side}: {NO_CLAIM}"
+    return HOST_ONLY
 
 
 def parts(report: Report) -> list[tuple[str, str, str]]:
@@ -109,7 +130,8 @@ def as_object(report: Report) -> dict[str, Any]:
         "write_s": report.write_ns / 1e9,
         "compute_and_write_s": report.both_ns / 1e9,
         "overlap_s": _seconds(report.overlap_ns),
-        "kernel_overlap_s": _seconds(report.overlap_ns if report.evidence == "device" else None),
+        "overlap_error_s": report.overlap.error_ns / 1e9,
+        "kernel_overlap_s": _seconds(report.kernel_overlap_ns),
         "kv_bytes": report.kv_nbytes,
         "bytes_imported": report.imported_nbytes,
         "bytes_imported_before_prefill_end": report.early_nbytes,
@@ -134,7 +156,9 @@ def _source(report: Report) -> str:
         (report.both_ns, "computing and writing, several layers to a message"),
         (report.write_ns, "writing"),
     )
-    return ", ".join(f"{_ms(ns)} {what}" for ns, what in told if ns)
+    by = ", by device events" if report.overlap.source == "device" else ""
+    found = ", ".join(f"{_ms(ns)} {what}" for ns, what in told if ns)
+    return f"{found}{by}" if found else ""
 
 
 def _saved(report: Report) -> str:
@@ -194,6 +218,10 @@ _ALONE: Final = {
 
 def _ms(nanoseconds: int | None) -> str:
     return "" if nanoseconds is None else f"{nanoseconds / 1e6:.3f} ms"
+
+
+def _us(nanoseconds: int) -> str:
+    return f"{nanoseconds / 1e3:.1f} us"
 
 
 def _size(nbytes: int) -> str:

@@ -13,7 +13,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from headrace.backends.base import CopyTuning, PrefillEngine
+from headrace.backends.base import CopyTuning, Decoder, PrefillEngine
+from headrace.backends.cuda import DEFAULT_CONTEXT, CudaDecoder
+from headrace.backends.cuda_source import CudaEngine
 from headrace.backends.options import read_options
 from headrace.engine.loading import LoadedModel, load_model
 from headrace.testing.fake.device import FakeDevice, Fault
@@ -45,10 +47,12 @@ class FakeOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DecoderOptions(FakeOptions, frozen=True, forbid_unknown_fields=True):
-    """Also the lanes of the decoder, and the positions of one."""
+    """Also the decoder's own, as `backends.cuda` has them."""
 
     lanes: Annotated[int, Meta(ge=1)] = 1
     context: Annotated[int, Meta(ge=1)] | None = None
+    decode_batch: Annotated[int, Meta(ge=1)] = 1
+    keep_nbytes: Annotated[int, Meta(ge=0)] = 0
 
 
 class SourceOptions(FakeOptions, frozen=True, forbid_unknown_fields=True):
@@ -57,20 +61,24 @@ class SourceOptions(FakeOptions, frozen=True, forbid_unknown_fields=True):
     max_positions: Annotated[int, Meta(ge=1)] | None = None
 
 
-def open_decoder(config: Mapping[str, Any]) -> Any:
+def open_decoder(config: Mapping[str, Any]) -> Decoder:
     """The CUDA decoder on a device model. Raises: Refused."""
-    from headrace.backends.cuda import DEFAULT_CONTEXT, CudaDecoder
-
     options = read_options(config, DecoderOptions, "cuda on a fake device")
     model = _model(options)
     context = options.context or min(DEFAULT_CONTEXT, model.max_positions)
-    return CudaDecoder(model, options.lanes, context, _device(options), copies=COPIES)
+    return CudaDecoder(
+        model,
+        options.lanes,
+        context,
+        _device(options),
+        options.decode_batch,
+        copies=COPIES,
+        keep_nbytes=options.keep_nbytes,
+    )
 
 
 def open_source(config: Mapping[str, Any]) -> PrefillEngine:
     """The CUDA source on a device model. Raises: Refused."""
-    from headrace.backends.cuda_source import CudaEngine
-
     options = read_options(config, SourceOptions, "cuda on a fake device")
     model = _model(options)
     max_positions = options.max_positions or model.max_positions

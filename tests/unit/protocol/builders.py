@@ -85,9 +85,13 @@ def source_manifest(*kinds: Kind, **changes: Any) -> Manifest:
 
 
 def make_plan(
-    num_tokens: int, *kinds: Kind, layout: Layout = "head_major", context: int = CONTEXT
+    num_tokens: int,
+    *kinds: Kind,
+    layout: Layout = "head_major",
+    context: int = CONTEXT,
+    start: int = 0,
 ) -> Plan:
-    return compile_plan(decoder_manifest(*kinds), layout, num_tokens, context)
+    return compile_plan(decoder_manifest(*kinds), layout, num_tokens, context, start)
 
 
 def cells_of(plan: Plan, *spans: Span) -> list[Cell]:
@@ -187,7 +191,7 @@ class Shell:
             self.add_source(index, num_slots)
 
     def plan_for(self, num_tokens: int, start: int = 0) -> Plan:
-        return make_plan(num_tokens, *self.kinds)
+        return make_plan(num_tokens, *self.kinds, start=start)
 
     def add_source(self, source: int, num_slots: int, **kind: bool) -> None:
         self.owner.add_source(SourceId(source), num_slots, self.plan_for, self.now_ns, **kind)

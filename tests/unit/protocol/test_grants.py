@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from headrace.errors import LocalProtocolError, Refused
-from headrace.ids import AttemptId, ImportId, RequestId, Span
+from headrace.ids import AttemptId, ImportId, RequestId, SourceId, Span
 from headrace.protocol.admission import FailurePolicy
-from headrace.protocol.commands import Cause, Free, Reserve, Retry, StartPrefill
+from headrace.protocol.commands import Cause, Free, Publish, Reserve, Retry, StartPrefill
 from headrace.protocol.endings import NO_LANE, NO_REASON, NO_SLOT
 from headrace.protocol.handoff import HandoffState
 from tests.unit.protocol.builders import EPOCH, Shell
@@ -747,3 +747,73 @@ def test_a_lane_is_lost_once() -> None:
     with pytest.raises(LocalProtocolError, match="is lost already"):
         shell.lane_lost(request)
     assert shell.owner.statistics()["lanes"] == {"free": 1, "quarantined": 1, "held": 0}
+
+
+# Prompts that the decoder kept.
+
+
+def test_a_prompt_that_is_all_kept_needs_a_lane_and_no_source() -> None:
+    shell = Shell(slots=())
+    request = shell.submit(start=4)
+    attempt = AttemptId(*request, 1)
+    assert shell.given == [Reserve(attempt, 4), Publish(attempt, None, None, None)]
+    assert state(shell, request) is S.SEALED
+    shell.owner.published(attempt, 0)
+    shell.take()
+    shell.retire(request)
+    assert state(shell, request) is S.ENDED
+    assert lanes(shell) == {"free": 1}
+
+
+def test_one_that_is_all_kept_takes_no_slot_and_parks_nobody_out() -> None:
+    shell = Shell(lanes=1, slots=(2,), depth=1)
+    first, kept, last = shell.submit(), shell.submit(start=4), shell.submit()
+    assert [state(shell, each) for each in (first, kept)] == [S.STREAMING, S.WAITING]
+    shell.serve(first)
+    assert state(shell, last) is S.PARKED
+    shell.cancel(last)
+    shell.retire(first)
+    assert state(shell, kept) is S.SEALED
+
+
+def test_it_waits_on_when_no_source_is_left_and_those_that_need_one_fail() -> None:
+    shell = Shell(slots=(1,))
+    first, kept, cold = shell.submit(), shell.submit(start=4), shell.submit()
+    shell.serve(first)
+    shell.died()
+    assert cause_of(shell, cold) is Cause.NO_SOURCE
+    assert state(shell, kept) is S.WAITING
+    shell.retire(first)
+    assert state(shell, kept) is S.SEALED
+
+
+def test_a_retry_is_not_jammed_while_a_kept_one_holds_the_other_lane() -> None:
+    """What it holds comes free without a slot, so nobody waits for a slot in vain."""
+    shell = Shell(lanes=2, slots=(2,), depth=1)
+    kept = shell.submit(start=4)
+    assert state(shell, kept) is S.SEALED
+    first, second = shell.submit(policy=TWICE), shell.submit()
+    assert (state(shell, first), state(shell, second)) == (S.STREAMING, S.WAITING)
+    shell.failed(first)
+    shell.released(first)
+    assert state(shell, first) is S.STREAMING  # its next attempt
+
+
+def test_the_source_computes_from_where_the_kept_part_ends() -> None:
+    shell = Shell()
+    request = shell.submit(start=3)
+    shell.progress(request, Span(0, 3, 3, 4))
+    shell.final(request)
+    shell.land()
+    assert [p.attempt.request for p in shell.all(Publish)] == [request]
+
+
+def test_a_retry_goes_on_from_the_same_position() -> None:
+    shell = Shell()
+    request = shell.submit(start=3, policy=TWICE)
+    shell.failed(request)
+    shell.released(request)
+    shell.progress(request, Span(0, 3, 3, 4))
+    shell.final(request)
+    assert state(shell, request) is S.SEALED
+    assert reports(shell, request) == []

@@ -585,3 +585,31 @@ def test_a_hand_off_without_a_lease_has_no_plan() -> None:
     handoff._plan = None  # what no sequence of events leads to
     with pytest.raises(LocalProtocolError, match="no plan before a lease"):
         handoff.progress([WHOLE], [], 10)
+
+
+# Positions that its storage holds already.
+
+
+def test_a_hand_off_whose_prompt_is_all_kept_is_sealed_by_its_storage() -> None:
+    handoff = Handoff(attempt_id(), N, start=N)
+    assert (handoff.needs_source, handoff.final, handoff.publishable) == (False, True, False)
+    handoff.reserve()
+    assert (handoff.state, handoff.publishable) == (S.SEALED, True)
+    handoff.publish()
+    assert handoff.outcome is Outcome.PUBLISHED
+
+
+def test_cells_that_are_kept_must_not_be_told_and_are_not_missed() -> None:
+    handoff = Handoff(attempt_id(), N, start=1)
+    handoff.reserve()
+    assert (handoff.state, handoff.needs_source, handoff.final) == (S.RESERVED, True, False)
+    plan = make_plan(N, *FULL, start=1)
+    handoff.take_lease(SourceId(0), Slot(SlotIndex(0)).lease(handoff.attempt), plan, 0)
+    handoff.progress([Span(0, 3, 0, 1)], [], 10)  # without cells, as outside a window
+    assert not handoff.has_pieces
+    handoff.progress([Span(0, 3, 0, N)], [], 11)
+    with pytest.raises(RemoteProtocolError, match="told before"):
+        handoff.progress([Span(0, 1, 1, 2)], [], 12)
+    handoff.source_final(None, 13)
+    land(handoff)
+    assert handoff.publishable

@@ -921,3 +921,46 @@ def test_a_publish_that_was_commanded_may_be_moot() -> None:
     assert not shell.owner.may_publish(attempt.next)
     shell.cancel(request)
     assert not shell.owner.may_publish(attempt)
+
+
+# Prompts that the decoder kept.
+
+
+@pytest.mark.parametrize("start", [-1, 5])
+def test_a_start_outside_the_prompt_is_our_own_mistake(start: int) -> None:
+    shell = Shell()
+    with pytest.raises(LocalProtocolError, match=f"start {start} of a prompt of 4 tokens"):
+        shell.owner.submit(4, 0, start=start)
+    assert shell.owner.statistics()["lanes"]["free"] == 1
+
+
+def test_what_is_for_the_owners_own_engine_goes_there_and_nowhere_else() -> None:
+    shell = Shell(slots=(2,))
+    shell.add_source(1, 1, local=True)
+    request = shell.submit(start=1, local=True)
+    assert [grant.source for grant in shell.grants_of(request)] == [SourceId(1)]
+    shell.failed(request)
+    assert cause_of(shell, request) is Cause.SOURCE_FAILED
+
+
+def test_without_an_engine_of_its_own_the_owner_refuses_what_is_for_it() -> None:
+    with pytest.raises(Refused, match=NO_SLOT):
+        Shell(slots=(2,)).submit(start=1, local=True)
+
+
+def test_what_is_published_without_a_source_ends_once_and_gives_its_lane_back() -> None:
+    shell = Shell()
+    request = shell.submit(start=4)
+    shell.publish(request)
+    assert reports(shell, request) == [(None, "")]
+    shell.retire(request)
+    assert [free.attempt.request for free in shell.all(Free)] == [request]
+
+
+def test_a_kept_prompt_can_be_cancelled_before_it_is_published() -> None:
+    shell = Shell()
+    request = shell.submit(start=4)
+    shell.cancel(request)
+    assert cause_of(shell, request) is Cause.CANCELLED
+    assert not shell.owner.may_publish(AttemptId(*request, 1))
+    assert [free.attempt.request for free in shell.all(Free)] == [request]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import pairwise, product
 from typing import TypeAlias, get_args
 
 import msgspec
@@ -482,6 +482,25 @@ def test_the_spans_of_an_engine_that_cuts_as_it_was_asked_to_are_foreseen(
             num_spans = 1
         assert expected_spans(prefill, plan) == num_spans
         assert SourceAttempt(prefill, plan)._stride == -(-num_spans // 96)
+
+
+def test_cuts_of_the_computation_are_foreseen_from_the_first_position_to_emit_on() -> None:
+    for n, start, cuts, at_once, chunk in product(
+        [12, CONTEXT], [0, 5, 11], [(), (3,), (3, 7), (2, 11)], [0, 1, 5], [0, 1, 4]
+    ):
+        asked = tuple(sorted({*cuts, *([start] if start else [])}))
+        edges = [start, *(cut for cut in asked if start < cut), n]
+        step = at_once or n
+        computed = [
+            (at, min(at + step, stop))
+            for begin, stop in pairwise(edges)
+            for at in range(begin, stop, step)
+        ]
+        prefill = msgspec.structs.replace(
+            grant(n, chunk=chunk, route="chunked"), prefill_chunk=at_once, start=start, cuts=asked
+        )
+        num_spans = sum(len(range(begin, stop, chunk or n)) for begin, stop in computed)
+        assert expected_spans(prefill, make_plan(n, *HYBRID, start=start)) == num_spans
 
 
 def test_what_waits_for_its_message_keeps_the_time_at_which_it_began() -> None:

@@ -44,19 +44,29 @@ class Memory:
     # Allocation.
 
     def empty(self, nbytes: int, owner: Queue) -> torch.Tensor:
-        """Fresh memory full of poison."""
+        """Fresh memory full of poison.
+
+        It may have been anyone's until now, and its owner's queued work may still use it: another
+        stream comes after that.
+        """
         flat = torch.empty(nbytes, dtype=torch.uint8)
-        poison(((flat.data_ptr(), flat.data_ptr() + nbytes),))
+        where = ((flat.data_ptr(), flat.data_ptr() + nbytes),)
+        poison(where)
         self.hold(flat, owner, kept=True)
+        self.note(owner, self._queues.number(owner)[0], (), where)
         return flat
 
     def hold(self, tensor: torch.Tensor, owner: Queue, *, kept: bool = False) -> None:
         """The storage of a tensor is device memory until it is dropped; once more is harmless."""
         storage = tensor.untyped_storage()
         begin, nbytes = storage.data_ptr(), storage.nbytes()
-        if nbytes == 0 or self.block(begin) is not None:
+        if nbytes == 0:
             return
         at = bisect_right(self._begins, begin)
+        if self.block(begin) is not None:
+            if kept:
+                self._blocks[at - 1] = Block(begin, begin + nbytes, owner, kept)
+            return
         self._begins.insert(at, begin)
         self._blocks.insert(at, Block(begin, begin + nbytes, owner, kept))
         self.nbytes += nbytes

@@ -1,0 +1,115 @@
+"""What a device's link is best fed with: measured at the start, from pinned memory.
+
+Small copies leave a link idle between them, and large ones are in the way of whoever is next. So
+the smallest chunk is taken that comes near the best rate, and the fewest of them in flight. While
+entries decode, the owner looks after imports only between two steps, and what is in flight then is
+what competes with a step: it is bounded by what the link moves in a short time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from headrace.backends.base import CopyTuning
+from headrace.engine.device import Device, Event, PinFailed, Rows
+from headrace.engine.host import HostMemory
+
+MIB: Final = 1 << 20
+CHUNKS: Final = tuple(n * MIB for n in (1, 2, 4, 8, 16, 32, 64))
+DEPTHS: Final = (1, 2, 3, 4)
+NEAR_BEST: Final = 0.9
+IN_FLIGHT_S: Final = 0.004  # of the link's time, so that it stays busy through an owner's turn
+_TOTAL_NBYTES: Final = 64 * MIB  # moved for one figure, or four chunks if that is more
+
+
+class Probed(NamedTuple):
+    """What was measured: bytes per second by (chunk, chunks in flight), and what follows."""
+
+    rates: Mapping[tuple[int, int], float]
+    tuning: CopyTuning
+    pinned: bool
+
+    def statistics(self) -> dict[str, int]:
+        """The best rate, and the tuning."""
+        return {
+            "probe_mb_per_s": round(max(self.rates.values()) / 1e6),
+            "probe_pinned": int(self.pinned),
+            "chunk_nbytes": self.tuning.chunk_nbytes,
+            "in_flight_nbytes": self.tuning.in_flight_nbytes,
+            "shared_in_flight_nbytes": self.tuning.shared_in_flight_nbytes,
+        }
+
+
+def probe(
+    device: Device,
+    chunks: Sequence[int] = CHUNKS,
+    depths: Sequence[int] = DEPTHS,
+    total_nbytes: int = _TOTAL_NBYTES,
+) -> Probed:
+    """Measure host-to-device copies; takes some tenths of a second, and gives all memory back.
+
+    Raises:
+        Refused: there is no memory for it. DeviceError: the device failed.
+    """
+    largest = max(chunks)
+    host = HostMemory(largest, "the copy probe")
+    scratch = device.empty(largest)
+    pinned = False
+    with suppress(PinFailed):
+        device.register(host.address, largest, read_only=False)
+        pinned = True
+    device.synchronize()
+    try:
+        _rate(device, scratch.data_ptr(), host.address, largest, 1, largest)  # the first is slow
+        rates = {
+            (chunk, depth): _rate(
+                device,
+                scratch.data_ptr(),
+                host.address,
+                chunk,
+                depth,
+                max(total_nbytes, 4 * chunk),
+            )
+            for chunk in chunks
+            for depth in depths
+        }
+    finally:
+        device.synchronize()
+        if pinned:
+            device.unregister(host.address)
+    return Probed(rates, choose(rates), pinned)
+
+
+def choose(rates: Mapping[tuple[int, int], float]) -> CopyTuning:
+    """The smallest chunk, and the fewest in flight, that come near the best of `rates`."""
+    best = max(rates.values())
+    chunk, depth = min(key for key, rate in rates.items() if rate >= NEAR_BEST * best)
+    in_flight = max(depth * chunk, -(-int(best * IN_FLIGHT_S) // chunk) * chunk)
+    return CopyTuning(chunk, in_flight, max(chunk, in_flight // 2))
+
+
+def _rate(
+    device: Device, target: int, source: int, chunk: int, depth: int, total_nbytes: int
+) -> float:
+    """Bytes per second with at most `depth` copies begun and not known to be done."""
+    stream = device.stream("probe")
+    flights: deque[Event] = deque()
+    begun = ended = device.record(stream)
+    count = -(-total_nbytes // chunk)
+    for _ in range(count):
+        if len(flights) == depth:
+            _spin(flights.popleft())
+        device.copy(stream, Rows(target, chunk), Rows(source, chunk), chunk, 1)
+        ended = device.record(stream)
+        flights.append(ended)
+    _spin(ended)
+    times = device.times(begun, ended)
+    return count * chunk * 1e9 / max(1, times.ended_ns - times.begun_ns)
+
+
+def _spin(event: Event) -> None:
+    while not event.done():
+        pass  # as the owner polls; a wait could put the host to sleep
