@@ -199,6 +199,42 @@ class NoCounts(Hashing):
         return {"lanes": len(self._lanes)}
 
 
+class Batched(Hashing):
+    """Decodes in batches, and is good."""
+
+    def __init__(self, lanes: int) -> None:
+        super().__init__(lanes)
+        self.caps = Caps(max_lanes=lanes, decode_batch=2)
+
+
+class CountsItsBatch(Batched):
+    """A row is made of how many decode together too."""
+
+    def decode_step(self, active: Sequence[tuple[Entry, int]]) -> list[memoryview]:
+        if len(active) < 2:
+            return super().decode_step(active)
+        return [
+            memoryview(array("f", [value + 1 for value in row.tolist()]))
+            for row in super().decode_step(active)
+        ]
+
+
+class ChangesAfterSomeoneLeft(Batched):
+    """Rows move up when another is freed, and round otherwise there."""
+
+    def __init__(self, lanes: int) -> None:
+        super().__init__(lanes)
+        self.left = 0
+
+    def free(self, held: Reservation | Entry) -> None:
+        super().free(held)
+        self.left = 0 if len(self._held) == 0 else self.left + 1
+
+    def _row(self, entry: Entry, token: int) -> memoryview:
+        row = super()._row(entry, token).tolist()
+        return memoryview(array("f", [value + self.left for value in row]))
+
+
 class Unordered(Hashing):
     def __init__(self, lanes: int) -> None:
         super().__init__(lanes)
@@ -225,6 +261,8 @@ FAULTS: list[tuple[type[Hashing], str]] = [
     (TakesAnEntryTwice, "test_a_step_is_taken_by_published_entries_only"),
     (MixesUpLayouts, "test_a_part_of_a_span_can_be_read"),
     (NoCounts, "test_lanes_are_reserved_once_each"),
+    (CountsItsBatch, "test_a_batch_keeps_its_rows_apart"),
+    (ChangesAfterSomeoneLeft, "test_a_batch_keeps_its_rows_apart"),
     (Unordered, "test_its_facts_are_sound"),
 ]
 
@@ -250,6 +288,13 @@ class TestHashing(DecoderConformance):
 
     def make_decoder(self, lanes: int) -> Decoder:
         return Hashing(lanes)
+
+
+class TestBatched(DecoderConformance):
+    """So is the one behind the faults of batches."""
+
+    def make_decoder(self, lanes: int) -> Decoder:
+        return Batched(lanes)
 
 
 def test_a_suite_without_a_decoder_says_so() -> None:

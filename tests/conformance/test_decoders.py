@@ -108,3 +108,35 @@ class TestCudaOnFakeBfloat16(TestCudaOnFakeLlama):
 class TestCudaOnFakeOneLane(TestCudaOnFakeLlama):
     lanes: ClassVar[int] = 1
     lengths: ClassVar[Sequence[int]] = (1, 40)
+
+
+class TestCpuBatch(TestCpuLlama):
+    """As many rows as lanes."""
+
+    decode_batch: ClassVar[int] = 3
+
+    def make_decoder(self, lanes: int) -> Decoder:
+        cpu_backend = pytest.importorskip("headrace.backends.cpu")
+        options = {
+            "model": str(directory_of(self.family)),
+            "dtype": self.dtype,
+            "lanes": lanes,
+            "context": self.context,
+            "decode_batch": self.decode_batch,
+        }
+        decoder: Decoder = cpu_backend.open(options)
+        return decoder
+
+
+class TestCpuBatchHybrid(TestCpuBatch):
+    """Fewer rows than lanes, and layers that share others' keys and values."""
+
+    family: ClassVar[str] = "gemma4_shared"
+    decode_batch: ClassVar[int] = 2
+    lengths: ClassVar[Sequence[int]] = (1, 17, 40)
+
+
+class TestCpuBatchExperts(TestCpuBatch):
+    family: ClassVar[str] = "qwen3_moe"
+    decode_batch: ClassVar[int] = 8
+    lengths: ClassVar[Sequence[int]] = (1, 40)

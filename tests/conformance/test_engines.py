@@ -58,6 +58,39 @@ class TestTorchShared(TestTorchLlama):
     group_sizes: ClassVar[Sequence[int]] = (1,)
 
 
+class TestCudaOnFakeLlama(TestTorchLlama):
+    """The CUDA source on a model of a device, which tells on whoever misuses it."""
+
+    lengths: ClassVar[Sequence[int]] = (1, 17)
+    group_sizes: ClassVar[Sequence[int]] = (3,)
+    chunks: ClassVar[Sequence[int]] = (7,)
+    prefill_chunks: ClassVar[Sequence[int]] = (0, 9)
+    pinned: ClassVar[bool] = True
+
+    def make_engine(self) -> PrefillEngine:
+        fake = pytest.importorskip("headrace.testing.fake_device")
+        options = {"model": str(directory_of(self.family)), "all_pinned": self.pinned, "seed": 5}
+        engine: PrefillEngine = fake.open_source(options)
+        return engine
+
+
+class TestCudaOnFakeHybrid(TestCudaOnFakeLlama):
+    family: ClassVar[str] = "gemma3"
+    lengths: ClassVar[Sequence[int]] = (1, 33)
+    group_sizes: ClassVar[Sequence[int]] = (1,)
+    chunks: ClassVar[Sequence[int]] = (0,)
+    prefill_chunks: ClassVar[Sequence[int]] = (0, 20)
+
+
+class TestCudaOnFakePageable(TestCudaOnFakeLlama):
+    """No host memory is registered: a copy holds the host up, and all else is the same."""
+
+    family: ClassVar[str] = "gemma3"
+    pinned: ClassVar[bool] = False
+    lengths: ClassVar[Sequence[int]] = (17,)
+    prefill_chunks: ClassVar[Sequence[int]] = (9,)
+
+
 class WholeReplay:
     """A legacy engine: the replay engine's result, all at once; it keeps `kept` rows at most."""
 

@@ -49,6 +49,7 @@ class TestReplayCpu(PairConformance):
     decoder = "cpu"
     family: ClassVar[str] = "gemma3"
     dtype: ClassVar[str] = "float32"
+    decode_batch: ClassVar[int] = 1
     quick = True
 
     def make_decoder(self, source: Manifest | None) -> Decoder:
@@ -58,6 +59,7 @@ class TestReplayCpu(PairConformance):
             "dtype": self.dtype,
             "lanes": self.lanes,
             "context": self.context,
+            "decode_batch": self.decode_batch,
         }
         decoder: Decoder = cpu_backend.open(options)
         return decoder
@@ -67,6 +69,44 @@ class TestReplayCpuOneLane(TestReplayCpu):
     family = "llama"
     dtype = "bfloat16"
     lanes = 1
+
+
+class TestReplayCpuBatch(TestReplayCpu):
+    """All that a pair must keep while its entries decode in one forward."""
+
+    decode_batch = 4
+
+
+class TestReplayCudaOnFake(PairConformance):
+    """The CUDA decoder on a device model, in the owner that every decoder has."""
+
+    source = "replay"
+    decoder = "headrace.testing.fake_device:open_decoder"
+    family: ClassVar[str] = "gemma3"
+    dtype: ClassVar[str] = "float32"
+    fake: ClassVar[Mapping[str, Any]] = {}
+    quick = True
+
+    def make_decoder(self, source: Manifest | None) -> Decoder:
+        fake_device = pytest.importorskip("headrace.testing.fake_device")
+        options = {
+            "model": str(directory_of(self.family)),
+            "dtype": self.dtype,
+            "lanes": self.lanes,
+            "context": self.context,
+            **self.fake,
+        }
+        decoder: Decoder = fake_device.open_decoder(options)
+        return decoder
+
+
+class TestReplayTokenMajorCudaOnFakeOneLane(TestReplayCudaOnFake):
+    """Cells that are laid out on the device, and slabs that cannot be pinned."""
+
+    source_options: ClassVar[Mapping[str, Any]] = {"layout": "token_major"}
+    dtype: ClassVar[str] = "bfloat16"
+    lanes = 1
+    fake: ClassVar[Mapping[str, Any]] = {"failing_pin": 1, "polls_per_step": 3, "seed": 5}
 
 
 def test_the_worked_pair_conforms(tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ def test_repeated_with_another_seed_each_time(tmp_path: Path) -> None:
         ([*NULL[1:], "--source-options", "[]"], "--source-options is not a JSON object"),
         ([*NULL[1:], "--source-options", '{"speed": 1}'], "unknown field `speed`"),
         ([*NULL[1:], "--decoder-options", '{"speed": 1}'], "unknown field `speed`"),
+        ([*NULL[1:], "--decoder-options", '{"decode_batch": 4}'], "decode_batch is 4"),
         ([*NULL[1:], "--report", "/proc/nothing"], "--report: /proc/nothing cannot be written"),
         (["--source", "no.such:open", "--decoder", "null"], "cannot import it"),
         ([*NULL[1:], "--source-python", "/no/python"], "is missing or not executable"),

@@ -31,9 +31,10 @@ from headrace.runtime import router
 from headrace.runtime.owner_main import batches
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.router import OwnerClient, OwnerFailed
+from headrace.telemetry.claim import overlap_of
 from headrace.telemetry.clocks import align
 from headrace.telemetry.recording import Run
-from headrace.telemetry.report import overlap_ns, report_of
+from headrace.telemetry.report import report_of
 from tests.faults.lab import Gate, prompt
 from tests.faults.local import LocalEngine, alone, ask
 from tests.faults.test_owner_process import config, watched
@@ -191,7 +192,7 @@ def test_what_the_owner_computed_by_itself_overlaps_nothing() -> None:
     assert report.outcome == "finished"
     assert report.local
     assert (report.overlap_ns, report.hidden_share) == (None, None)
-    assert overlap_ns(run) > 0  # what two processes would be said to have overlapped
+    assert overlap_of(run).length_ns > 0  # what two processes would be said to have overlapped
 
 
 def test_a_batch_of_intervals_fits_a_message_whatever_their_names() -> None:

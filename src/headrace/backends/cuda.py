@@ -22,7 +22,6 @@ from headrace.backends.base import (
     Entry,
     Fence,
     HostRange,
-    Kept,
     Reservation,
     SlotView,
 )
@@ -198,7 +197,7 @@ class CudaDecoder(KeepsInLanes):
         if layout == "token_major":
             by_head = landed.reshape(heads, positions, -1)
             landed = np.ascontiguousarray(by_head.transpose(1, 0, 2))
-        return memoryview(landed).cast("B")
+        return landed.data.cast("B")
 
     def publish(self, reservation: Reservation) -> Entry:
         """Make the reservation visible to decode, which waits on the device for its copies."""

@@ -180,9 +180,7 @@ class LaneCopies:
             source = address + at * part.row_nbytes
             self._through_ring(target[:, at : at + positions], source, part, positions)
 
-    def _through_ring(
-        self, target: torch.Tensor, address: int, part: Part, positions: int
-    ) -> None:
+    def _through_ring(self, target: torch.Tensor, address: int, part: Part, positions: int) -> None:
         device = self._device
         place = self._ring[self._next_place]
         self._next_place = (self._next_place + 1) % len(self._ring)

@@ -16,10 +16,12 @@ from headrace.errors import BackendUnavailable, Refused
 
 SOURCES: Final[dict[str, str]] = {
     "torch": "headrace.backends.torch:open",
+    "cuda": "headrace.backends.cuda_source:open",
     "replay": "headrace.backends.replay:open",
 }
 DECODERS: Final[dict[str, str]] = {
     "cpu": "headrace.backends.cpu:open",
+    "cuda": "headrace.backends.cuda:open",
     "null": "headrace.backends.null:open",
 }
 

@@ -78,7 +78,6 @@ class CudaDevice:
         self._runtime = runtime
         self._registrations = Registrations(runtime)
         self._closed = False
-        self._copied_nbytes = 0
         self._device_nbytes = 0
         self.compute: Stream = self.stream("compute")
         self._clock = self.stream("clock")
@@ -127,7 +126,6 @@ class CudaDevice:
                 for row in range(num_rows):
                     at = target.address + row * target.pitch, source.address + row * source.pitch
                     self._check(self._runtime.copy(*at, row_nbytes, queue))
-        self._copied_nbytes += row_nbytes * num_rows
 
     def record(self, stream: Stream) -> CudaEvent:
         self._check_open()
@@ -188,7 +186,6 @@ class CudaDevice:
             "device_nbytes": self._device_nbytes,
             "registered_nbytes": self._registrations.nbytes,
             "failed_registrations": self._registrations.failures,
-            "copied_nbytes": self._copied_nbytes,
         }
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
+from headrace.backends.base import CopyTuning
 from headrace.ids import ImportId
 from headrace.protocol.owner import Owner
 from headrace.runtime.share import ImportShare
@@ -19,7 +20,8 @@ BUDGET_NBYTES: Final = 64 << 20  # imported in one turn
 IDLE_CHUNK_NBYTES: Final = 32 << 20  # of one import: fewer of them add less to a tail,
 SHARED_CHUNK_NBYTES: Final = 8 << 20  # but where entries decode, each delays a token
 MAX_FLIGHTS: Final = 64  # imports begun and not fenced, on a device that copies by itself,
-MAX_FLIGHT_NBYTES: Final = 16 << 20  # and their bytes, beyond which no piece is begun
+MAX_FLIGHT_NBYTES: Final = 16 << 20  # and their bytes, beyond which no piece is begun, if unknown
+LOOK_AGAIN_S: Final = 0.001  # at a link that has work for longer than this
 
 
 class InFlight(Protocol):
@@ -40,14 +42,23 @@ class Importing:
         share: float,
         chunk_nbytes: int | None,
         budget_nbytes: int | None,
+        copies: CopyTuning | None = None,
     ) -> None:
-        """`chunk_nbytes` and `budget_nbytes`: None for what is best by itself."""
+        """`chunk_nbytes` and `budget_nbytes`: None for what is best by itself.
+
+        `copies`: how to feed a device that copies by itself; a given `chunk_nbytes` goes before its
+        own.
+        """
         self._machine = machine
         self._flights = flights
         self._share = ImportShare(share)
         self._budget_nbytes = budget_nbytes or BUDGET_NBYTES
-        self._idle_chunk_nbytes = chunk_nbytes or min(IDLE_CHUNK_NBYTES, self._budget_nbytes)
-        self._shared_chunk_nbytes = chunk_nbytes or min(SHARED_CHUNK_NBYTES, self._budget_nbytes)
+        self._copies = copies
+        idle, shared = IDLE_CHUNK_NBYTES, SHARED_CHUNK_NBYTES
+        if copies is not None:
+            idle = shared = copies.chunk_nbytes
+        self._idle_chunk_nbytes = chunk_nbytes or min(idle, self._budget_nbytes)
+        self._shared_chunk_nbytes = chunk_nbytes or min(shared, self._budget_nbytes)
 
     def begin(
         self, carry_out: Callable[[], None], is_interrupted: Callable[[], bool], *, decoding: bool
@@ -56,7 +67,8 @@ class Importing:
         shared, idle = self._shared_chunk_nbytes, self._idle_chunk_nbytes
         self._machine.chunk_nbytes = shared if decoding else idle
         budget = self._budget_nbytes
-        while budget > 0 and self._has_room() and (not decoding or self._share.may_begin):
+        room = self._room(decoding=decoding)
+        while budget > 0 and self._has_room(room) and (not decoding or self._share.may_begin):
             begun_ns = time.monotonic_ns()
             begun = self._machine.begin_imports(1, begun_ns)
             carry_out()
@@ -75,6 +87,23 @@ class Importing:
         step()
         self._share.decoded(time.monotonic_ns() - begun_ns)
 
-    def _has_room(self) -> bool:
+    def look_again_s(self) -> float:
+        """How long the host may look away from what is in flight, with nothing else to do.
+
+        A link that is full has work for longer than this; the end of an import is waited for with
+        open eyes, since it is somebody's first token.
+        """
+        full = self._copies is not None and not self._has_room(self._copies.in_flight_nbytes)
+        return LOOK_AGAIN_S if full else 0.0
+
+    def _room(self, *, decoding: bool) -> int:
+        """Bytes in flight at which no piece is begun."""
+        if self._copies is None:
+            return MAX_FLIGHT_NBYTES
+        if decoding:
+            return self._copies.shared_in_flight_nbytes
+        return self._copies.in_flight_nbytes
+
+    def _has_room(self, room: int) -> bool:
         nbytes = sum(flight.nbytes for flight in self._flights.values())
-        return len(self._flights) < MAX_FLIGHTS and nbytes < MAX_FLIGHT_NBYTES
+        return len(self._flights) < MAX_FLIGHTS and nbytes < room

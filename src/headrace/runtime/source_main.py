@@ -14,16 +14,18 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import msgspec
 
-from headrace.backends.base import PrefillEngine
+from headrace.backends.base import HostRange, PinsSlabs, PrefillEngine
 from headrace.backends.load import open_source
 from headrace.channel import Channel
 from headrace.engine.capacity import MORE_MEMORY
 from headrace.errors import HeadraceError, PeerDied, Refused, WouldBlock
-from headrace.geometry import agree
+from headrace.geometry import Layout, agree
 from headrace.memory import Slab
 from headrace.messages import (
     Attached,
@@ -75,21 +77,25 @@ class SourceProcess:
             raise Refused(f"slots of {hello.slot_nbytes} bytes, the plan has {expected}")
         slab = Slab.attach(descriptors[0], hello.num_slots * hello.slot_nbytes)
         try:
-            self._channel.send(Attached(hello.epoch))
-            while not self._shutdown:
-                message, _ = self._next()
-                if isinstance(message, Prefill):
-                    plan = compile_plan(
-                        hello.decoder, layout, message.num_tokens, hello.context, message.start
-                    )
-                    if message.slot >= hello.num_slots:
-                        raise Refused(f"slot {message.slot} of {hello.num_slots}")
-                    begin = message.slot * hello.slot_nbytes
-                    self._prefill(message, plan, slab.view[begin : begin + hello.slot_nbytes])
-                elif isinstance(message, Shutdown):
-                    self._shutdown = True
+            with _pinned(self._engine, slab):
+                self._channel.send(Attached(hello.epoch))
+                self._serve_prefills(hello, layout, slab)
         finally:
             slab.close()
+
+    def _serve_prefills(self, hello: Hello, layout: Layout, slab: Slab) -> None:
+        while not self._shutdown:
+            message, _ = self._next()
+            if isinstance(message, Prefill):
+                plan = compile_plan(
+                    hello.decoder, layout, message.num_tokens, hello.context, message.start
+                )
+                if message.slot >= hello.num_slots:
+                    raise Refused(f"slot {message.slot} of {hello.num_slots}")
+                begin = message.slot * hello.slot_nbytes
+                self._prefill(message, plan, slab.view[begin : begin + hello.slot_nbytes])
+            elif isinstance(message, Shutdown):
+                self._shutdown = True
 
     def _prefill(self, prefill: Prefill, plan: Plan, slot: memoryview) -> None:
         attempt = self._attempt = SourceAttempt(prefill, plan)
@@ -140,6 +146,20 @@ class SourceProcess:
                 return self._channel.receive()
             except WouldBlock:
                 self._channel.wait_readable(3600.0)
+
+
+@contextmanager
+def _pinned(engine: PrefillEngine, slab: Slab) -> Iterator[None]:
+    """The engine's device is told of the slab as long as it is mapped, if it wants to be."""
+    if not isinstance(engine, PinsSlabs):
+        yield
+        return
+    mapped = HostRange(slab.address, slab.nbytes)
+    engine.register(mapped)
+    try:
+        yield
+    finally:
+        engine.unregister(mapped)
 
 
 def _end_unquiet(granted: Prefill, running: SourceAttempt | None) -> NoReturn:

@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import lru_cache
 
-from headrace.errors import LocalProtocolError, PeerDied, RemoteProtocolError, WouldBlock
+from headrace.backends.base import HostRange, PinsSlabs
+from headrace.errors import (
+    DeviceError,
+    LocalProtocolError,
+    PeerDied,
+    RemoteProtocolError,
+    WouldBlock,
+)
 from headrace.geometry import Layout, Manifest
 from headrace.ids import SourceId
 from headrace.messages import (
@@ -52,12 +59,14 @@ class Sources:
         watch: Watch,
         tell: Callable[[SourceId, AttemptMessage, str], None],
         carry_out: Callable[[], None],
+        pins: PinsSlabs | None = None,
     ) -> None:
         """`tell` brings what a source said of an attempt, and what is wrong with it, if anything.
 
         `carry_out` runs the commands.
 
-        `local` is closed here, and comes into service with `open_local`.
+        `local` is closed here, and comes into service with `open_local`. `pins`: who copies from
+        the slabs, if it wants to be told of them.
         """
         self.handles: dict[SourceId, SourceHandle | LocalSource] = {}
         self.plans: dict[SourceId, PlanFor] = {}
@@ -67,6 +76,9 @@ class Sources:
         self._watch = watch
         self._tell = tell
         self._carry_out = carry_out
+        self._pins = pins
+        self._pinned: dict[SourceId, HostRange] = {}
+        self._still_pinned: list[SourceHandle] = []  # never unmapped under a device that copies
         self._next = 0
         self._dead: set[SourceId] = set()
         self._leaving: dict[SourceId, int] = {}  # hung up: killed at this time if it lives on
@@ -92,6 +104,7 @@ class Sources:
             return
         self._local.open()
         source = self._local_id = self._new(self._local)
+        self._pin(source, HostRange(self._local.slot_address(0), self._local.slot(0).nbytes))
         now_ns = time.monotonic_ns()
         self._machine.add_source(
             source, self._local.num_slots, self.plans[source], now_ns, local=True
@@ -176,7 +189,14 @@ class Sources:
         for source in sorted(self._dead):
             if self._machine.forget_source(source):
                 self._dead.remove(source)
-                self._process(source).close(0.0, aside=True)
+                handle = self._process(source)
+                try:
+                    self._unpin(source)
+                except DeviceError as exc:
+                    _log.error("the slab of source %d stays mapped: %s", source, exc)
+                    self._still_pinned.append(handle)
+                else:
+                    handle.close(0.0, aside=True)
                 del self.handles[source]
                 del self.plans[source]
 
@@ -200,10 +220,12 @@ class Sources:
         with ExitStack() as stack:
             if self._local is not None:
                 stack.callback(self._local.close)
-            for handle in self.handles.values():
+            for handle in (*self.handles.values(), *self._still_pinned):
                 if isinstance(handle, SourceHandle):
                     stack.callback(handle.close)
             stack.callback(self._restarts.close)
+            for source in list(self._pinned):
+                stack.callback(self._unpin, source)
 
     # In service.
 
@@ -211,6 +233,8 @@ class Sources:
         source = self._new(handle)
         if line is not None:
             self._restarts.serves(source, line)
+        slab = HostRange(handle.slot_address(0), handle.num_slots * handle.slot_nbytes)
+        self._pin(source, slab)
         plan_for, now_ns = self.plans[source], time.monotonic_ns()
         self._machine.add_source(source, handle.num_slots, plan_for, now_ns, expected=expected)
         self._watch.add(handle.channel_fd, lambda: self._receive(source))
@@ -226,6 +250,17 @@ class Sources:
         self.handles[source] = handle
         self.plans[source] = self._plan_for(handle.layout)
         return source
+
+    def _pin(self, source: SourceId, slab: HostRange) -> None:
+        if self._pins is not None:
+            self._pins.register(slab)
+            self._pinned[source] = slab
+
+    def _unpin(self, source: SourceId) -> None:
+        """Before its slab is unmapped. Raises: DeviceError."""
+        slab = self._pinned.pop(source, None)
+        if self._pins is not None and slab is not None:
+            self._pins.unregister(slab)
 
     def _process(self, source: SourceId) -> SourceHandle:
         handle = self.handles[source]

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-import struct
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,9 +26,11 @@ from headrace.geometry import Layout, check_manifest
 from headrace.ids import Span
 from headrace.plan import Copy, Plan, Region, compile_plan
 from headrace.testing.conformance_engine import require
+from headrace.testing.elements import random_elements
 from headrace.testing.sinks import region_bytes, row_ranges
 
 FENCE_WITHIN_S = 30.0
+_COMPANY = (0, 1, 2, 0, 2, 1, 1, 2)  # how many others decode with an entry, step by step
 
 Held = Reservation | Entry
 Cells = dict[tuple[int, int], bytes]
@@ -48,7 +48,7 @@ class Prompt:
         for copy in self.copies():
             dtype = self.plan.layers[copy.layer].parts[copy.part].dtype
             for begin, end in row_ranges(copy.source):
-                buffer[begin:end] = _elements(dtype, end - begin, rng)
+                buffer[begin:end] = random_elements(dtype, end - begin, rng)
         self.view = SlotView(buffer, ctypes.addressof(self._exported), layout)
 
     def copies(self, span: Span | None = None) -> list[Copy]:
@@ -87,7 +87,7 @@ class DecoderConformance:
             before = decoder.statistics()
             held = [decoder.reserve(4) for _ in range(decoder.caps.max_lanes)]
             require(len({h.lane for h in held}) == len(held), f"one lane twice: {held}")
-            _refused("a lane above the last", lambda: decoder.reserve(4), WouldBlock)
+            refused("a lane above the last", lambda: decoder.reserve(4), WouldBlock)
             require(decoder.statistics() != before, "statistics do not tell what is reserved")
             decoder.free(held[0])
             again = decoder.reserve(5)
@@ -105,11 +105,11 @@ class DecoderConformance:
                     self._soil(decoder, prompt.plan.layout)
                     reservation = decoder.reserve(prompt.plan.num_tokens)
                     for copies in pieces:
-                        _fenced(decoder.begin_import(reservation, prompt.view, copies))
-                    landed = _landed(decoder, reservation, prompt)
+                        fenced(decoder.begin_import(reservation, prompt.view, copies))
+                    landed = landed_cells(decoder, reservation, prompt)
                     require(landed == prompt.cells(), f"{text}, {how}: other bytes landed")
                     entry = decoder.publish(reservation)
-                    landed = _landed(decoder, entry, prompt)
+                    landed = landed_cells(decoder, entry, prompt)
                     require(landed == prompt.cells(), f"{text}, {how}: other bytes published")
                     decoder.free(entry)
 
@@ -142,10 +142,10 @@ class DecoderConformance:
             for layer in range(len(prompts[0].plan.layers)):
                 for reservation, prompt in zip(held, prompts[1:], strict=True):
                     copies = prompt.copies(Span(layer, layer + 1, 0, prompt.plan.num_tokens))
-                    _fenced(decoder.begin_import(reservation, prompt.view, copies))
+                    fenced(decoder.begin_import(reservation, prompt.view, copies))
             all_held: list[Held] = [published, *held]
             for each, prompt in zip(all_held, prompts, strict=True):
-                same = _landed(decoder, each, prompt) == prompt.cells()
+                same = landed_cells(decoder, each, prompt) == prompt.cells()
                 require(same, f"lane {each.lane} holds other bytes than its own")
             for each in all_held:
                 decoder.free(each)
@@ -157,9 +157,9 @@ class DecoderConformance:
             reservation = self._reserved(decoder, prompt)
             early = Entry(reservation.lane, reservation.num_tokens, reservation.serial)
             copy, layout = prompt.copies()[0], prompt.plan.layout
-            _refused("reading an entry early", lambda: decoder.read(early, layout, copy))
-            _refused("decoding an entry early", lambda: decoder.decode_step([(early, 0)]))
-            _refused("freeing an entry early", lambda: decoder.free(early))
+            refused("reading an entry early", lambda: decoder.read(early, layout, copy))
+            refused("decoding an entry early", lambda: decoder.decode_step([(early, 0)]))
+            refused("freeing an entry early", lambda: decoder.free(early))
             entry = decoder.publish(reservation)
             require(entry == early, f"{reservation} was published as {entry}")
             decoder.free(entry)
@@ -178,7 +178,7 @@ class DecoderConformance:
             for stale in (reservation, entry):
                 self._refused_for_all("held by another now", decoder, prompt, stale)
             for each in fresh:
-                same = _landed(decoder, each, prompt) == prompt.cells()
+                same = landed_cells(decoder, each, prompt) == prompt.cells()
                 require(same, "a refused call changed what another holds")
                 decoder.free(each)
 
@@ -192,8 +192,8 @@ class DecoderConformance:
             for region in (Region(far, 1, nbytes, 0), Region(-1, 1, nbytes, 0)):
                 stray = copy._replace(source=region)
                 begin = partial(decoder.begin_import, reservation, prompt.view, [stray])
-                _refused(f"a copy from {region}", begin)
-            same = _landed(decoder, reservation, prompt) == prompt.cells()
+                refused(f"a copy from {region}", begin)
+            same = landed_cells(decoder, reservation, prompt) == prompt.cells()
             require(same, "a refused copy was made")
             decoder.free(reservation)
 
@@ -201,7 +201,7 @@ class DecoderConformance:
         """Not on the lane, on what it held before, on neighbours that decode or are imported."""
         with self._decoder() as decoder:
             if not decoder.caps.decodes:
-                _refused("a step of a decoder that decodes nothing", lambda: _step(decoder, []))
+                refused("a step of a decoder that decodes nothing", lambda: _step(decoder, []))
                 return
             vocab_size = decoder.manifest().vocab_size
             for prompt, text in self._prompts(decoder):
@@ -222,6 +222,18 @@ class DecoderConformance:
                         decoder.free(other)
                 self._decode_among_others(decoder, prompt, wanted or [], text)
 
+    def test_a_batch_keeps_its_rows_apart(self) -> None:
+        """What others do in a batch, come, go or decode, changes no bit of an entry's logits."""
+        with self._decoder() as decoder:
+            if decoder.caps.decode_batch == 1:
+                return
+            for prompt, text in self._prompts(decoder):
+                alone, beside = (
+                    self._decode_in_company(decoder, prompt, company)
+                    for company in ((0,) * len(_COMPANY), _COMPANY)
+                )
+                require(alone == beside, f"{text}: others of a batch change what is decoded")
+
     def test_a_step_is_taken_by_published_entries_only(self) -> None:
         with self._decoder() as decoder:
             if not decoder.caps.decodes:
@@ -230,13 +242,13 @@ class DecoderConformance:
             prompt = self._prompt(decoder)
             entry = decoder.publish(self._reserved(decoder, prompt))
             first = self._decode(decoder, entry, 1)
-            _refused("an entry twice in a step", lambda: _step(decoder, [(entry, 1), (entry, 1)]))
+            refused("an entry twice in a step", lambda: _step(decoder, [(entry, 1), (entry, 1)]))
             for token in (vocab_size, -1):
-                _refused(f"token {token}", partial(_step, decoder, [(entry, token)]))
+                refused(f"token {token}", partial(_step, decoder, [(entry, token)]))
             again = decoder.publish(self._reserved_elsewhere(decoder, entry, prompt))
             require(self._decode(decoder, again, 1) == first, "a refused step left something")
             decoder.free(again)
-            _refused("a freed entry", lambda: _step(decoder, [(again, 1)]))
+            refused("a freed entry", lambda: _step(decoder, [(again, 1)]))
 
     # What the checks are made of.
 
@@ -261,7 +273,7 @@ class DecoderConformance:
 
     def _reserved(self, decoder: Decoder, prompt: Prompt) -> Reservation:
         reservation = decoder.reserve(prompt.plan.num_tokens)
-        _fenced(decoder.begin_import(reservation, prompt.view, prompt.copies()))
+        fenced(decoder.begin_import(reservation, prompt.view, prompt.copies()))
         return reservation
 
     def _soil(self, decoder: Decoder, layout: Layout) -> None:
@@ -278,16 +290,16 @@ class DecoderConformance:
 
     def _refused_for_all(self, when: str, decoder: Decoder, prompt: Prompt, stale: Held) -> None:
         copies, layout = prompt.copies(), prompt.plan.layout
-        _refused(f"reading what was {when}", lambda: decoder.read(stale, layout, copies[0]))
-        _refused(f"freeing what was {when}", lambda: decoder.free(stale))
+        refused(f"reading what was {when}", lambda: decoder.read(stale, layout, copies[0]))
+        refused(f"freeing what was {when}", lambda: decoder.free(stale))
         if isinstance(stale, Reservation):
-            _refused(f"publishing what was {when}", lambda: decoder.publish(stale))
-            _refused(
+            refused(f"publishing what was {when}", lambda: decoder.publish(stale))
+            refused(
                 f"importing into what was {when}",
                 lambda: decoder.begin_import(stale, prompt.view, copies),
             )
         else:
-            _refused(f"decoding what was {when}", lambda: decoder.decode_step([(stale, 0)]))
+            refused(f"decoding what was {when}", lambda: decoder.decode_step([(stale, 0)]))
 
     def _decode(self, decoder: Decoder, entry: Entry, token: int) -> bytes:
         (row,) = _step(decoder, [(entry, token)])
@@ -303,25 +315,49 @@ class DecoderConformance:
         beside = self._prompt(decoder, seed=77)
         other = decoder.publish(self._reserved(decoder, beside))
         rows = []
+        # In a batch the first one has the row that it would have alone.
+        at = 1 if decoder.caps.decode_batch == 1 else 0
         for token in (1, 2, 0):
             third = self._reserved(decoder, beside) if decoder.caps.max_lanes > 2 else None
-            rows.append(_step(decoder, [(other, 1), (entry, token)])[1])
+            fed = [(other, 1)]
+            fed.insert(at, (entry, token))
+            rows.append(_step(decoder, fed)[at])
             if third is not None:
                 decoder.free(third)
         require(rows == wanted, f"{text}: a neighbour changes what is decoded")
         decoder.free(entry)
         decoder.free(other)
 
+    def _decode_in_company(
+        self, decoder: Decoder, prompt: Prompt, company: Sequence[int]
+    ) -> list[bytes]:
+        """An entry's rows, step by step with so many others; who leaves makes room for another."""
+        entry = decoder.publish(self._reserved(decoder, prompt))
+        others: list[Entry] = []
+        rows = []
+        for step, count in enumerate(company[: self.context - prompt.plan.num_tokens]):
+            while len(others) > min(count, decoder.caps.max_lanes - 1):
+                decoder.free(others.pop(0))
+            while len(others) < min(count, decoder.caps.max_lanes - 1):
+                other = self._reserved(decoder, self._prompt(decoder, seed=50 + step))
+                others.append(decoder.publish(other))
+            fed = [(entry, step % 3), *((other, 1) for other in others)]
+            rows.append(_step(decoder, fed)[0])
+        for each in (entry, *others):
+            decoder.free(each)
+        return rows
+
 
 def _step(decoder: Decoder, active: Sequence[tuple[Entry, int]]) -> list[bytes]:
     return [bytes(row.cast("B")) for row in decoder.decode_step(active)]
 
 
-def _refused(
+def refused(
     what: str,
     act: Callable[[], object],
     kind: type[HeadraceError] = LocalProtocolError,
 ) -> None:
+    """Require that `act` raises an error of this kind."""
     try:
         act()
     except kind:
@@ -329,13 +365,15 @@ def _refused(
     raise AssertionError(f"{what} was not refused")
 
 
-def _fenced(fence: Fence) -> None:
+def fenced(fence: Fence) -> None:
+    """Wait for a fence."""
     deadline_s = time.monotonic() + FENCE_WITHIN_S
     while not fence.done():
         require(time.monotonic() < deadline_s, f"no fence within {FENCE_WITHIN_S} s")
 
 
-def _landed(decoder: Decoder, held: Held, prompt: Prompt) -> Cells:
+def landed_cells(decoder: Decoder, held: Held, prompt: Prompt) -> Cells:
+    """What the decoder holds of each (layer, part)."""
     layout = prompt.plan.layout
     return {(c.layer, c.part): bytes(decoder.read(held, layout, c)) for c in prompt.copies()}
 
@@ -356,20 +394,3 @@ def _cuttings(prompt: Prompt) -> Iterator[tuple[str, list[list[Copy]]]]:
     yield "by position", by_position
     yield "cut", [prompt.copies(piece) for piece in pieces]
     yield "copy by copy", [[copy] for copy in prompt.copies()]
-
-
-def _elements(dtype: str, nbytes: int, rng: random.Random) -> bytes:
-    """`nbytes` bytes of finite elements between -1 and 1."""
-    match dtype:
-        case "float32":
-            return array("f", (rng.uniform(-1, 1) for _ in range(nbytes // 4))).tobytes()
-        case "float64":
-            return array("d", (rng.uniform(-1, 1) for _ in range(nbytes // 8))).tobytes()
-        case "float16":
-            count = nbytes // 2
-            return struct.pack(f"<{count}e", *(rng.uniform(-1, 1) for _ in range(count)))
-        case "bfloat16":  # the upper half of a float32
-            wide = array("f", (rng.uniform(-1, 1) for _ in range(nbytes // 2))).tobytes()
-            return b"".join(wide[at + 2 : at + 4] for at in range(0, len(wide), 4))
-        case _:
-            return bytes(rng.randrange(64) for _ in range(nbytes))

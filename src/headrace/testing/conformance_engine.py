@@ -155,8 +155,9 @@ class PrefillEngineConformance:
                     self.engine.prefill_stream(self.make_tokens(case.num_tokens), sink)
                 except Cancelled:
                     pass
-                else:
-                    raise AssertionError(f"{case}: a cancel at call {at} was swallowed")
+                else:  # asked more or less often while it waits, it may be over before that call
+                    require(not sink.num_refused, f"{case}: a cancel at call {at} was swallowed")
+                    continue
                 require(not sink.ended, f"{case}: a final after the cancel at call {at}")
             require(_result(self._run(case)) == _result(wanted), f"{case}: differs after cancels")
 

@@ -76,7 +76,7 @@ class Walk:
 
     def step(self) -> None:
         acts = (self.reserve, self.reserve_from, self.publish, self.decode, self.free, self.evict)
-        act = self.rng.choice(acts)
+        (act,) = self.rng.choices(acts, (2, 5, 5, 3, 5, 1))
         act()
         self.seen[act.__name__] += 1
 
@@ -103,7 +103,7 @@ class Walk:
         if not self.kept:
             return
         kept, values = self.rng.choice(self.kept)
-        positions = self.rng.choice([len(values), self.rng.randint(1, len(values))])
+        positions = self.rng.choice([len(values), len(values), self.rng.randint(1, len(values))])
         new = self.values(self.rng.choice([0, self.rng.randint(0, CONTEXT - 4)]))
         values = [*values[:positions], *new][: CONTEXT - 2]
         reusable = self.table.can_reuse(kept, positions) and positions <= len(values)
@@ -171,7 +171,7 @@ class Walk:
         if not self.lanes:
             return
         chosen = self.lanes.pop(self.rng.randrange(len(self.lanes)))
-        if not self.lost and self.rng.random() < 0.01:
+        if not self.lost and self.seen.total() > 1000:
             self.lost.append(chosen)
         else:
             self.table.free(chosen.held)

@@ -181,9 +181,25 @@ def test_what_is_asked_when_a_source_fails(capsys: pytest.CaptureFixture[str]) -
     assert (StandIn.config.restart, StandIn.config.local) == (None, True)
 
 
+def test_a_decode_batch_is_the_decoders_and_left_out_in_the_exact_mode(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report(capsys)
+    assert "decode_batch" not in StandIn.config.decoder_options
+    report(capsys, "--decode-batch", "1", "--route", "compare")
+    assert "decode_batch" not in StandIn.config.decoder_options
+    report(capsys, "--decode-batch", "4", "--route", "streamed")
+    assert StandIn.config.decoder_options["decode_batch"] == 4
+    given = ["run", "--source", "replay", "--decoder", "null", "--prompt", "abc", "--max-tokens=0"]
+    assert run_command([*given, "--decode-batch", "2"]) == 2
+    assert "null does not" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["--decode-batch", "0"], "--decode-batch is 0"),
+        (["--decode-batch", "2", "--route", "compare"], "leave --decode-batch out"),
         (["--on-failure", "hope"], "hope"),
         (["--max-attempts", "2"], "--max-attempts is for --on-failure retry, and it is fail"),
         (["--on-failure", "local", "--max-attempts", "2"], "and it is local; leave one out"),

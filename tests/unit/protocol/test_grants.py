@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from headrace.errors import LocalProtocolError, Refused
-from headrace.ids import AttemptId, ImportId, RequestId, SourceId, Span
+from headrace.ids import AttemptId, ImportId, RequestId, Span
 from headrace.protocol.admission import FailurePolicy
 from headrace.protocol.commands import Cause, Free, Publish, Reserve, Retry, StartPrefill
 from headrace.protocol.endings import NO_LANE, NO_REASON, NO_SLOT

@@ -20,6 +20,7 @@ from headrace.messages import (
     MAX_SPANS,
     MAX_TEXT,
     Computing,
+    DeviceTimes,
     Failed,
     Progress,
     Released,
@@ -209,6 +210,33 @@ def test_a_commit_is_announced_with_its_times() -> None:
         Progress(A, 0, 0, (Span(1, 3, 0, N),), (), 20, 25, 30)
     ]
     assert attempt.final(None, 28, 40) == [SourceFinal(A, 0, 0, "logits", 0, 10, 28)]
+
+
+def test_a_commit_is_announced_with_its_devices_times() -> None:
+    attempt = running()
+    times = DeviceTimes(11, 14, 1), DeviceTimes(15, 18, 2)
+    (told,) = attempt.commit([Span(0, 1, 0, N)], [], 20, computed=times[0], copied=times[1])
+    assert (told.computed, told.copied) == times
+    (untold,) = attempt.commit([Span(1, 3, 0, N)], [], 30)
+    assert (untold.computed, untold.copied) == (None, None)
+
+
+@pytest.mark.parametrize("missing", [None, 0, 1, 2])
+def test_commits_that_are_told_together_are_told_from_first_to_last(missing: int | None) -> None:
+    """If a device did not tell of one of them, it did not tell of them all."""
+    attempt = emitter([150])
+    spans = single_spans(6)
+    sent: list[Progress] = []
+    for at, span in enumerate(spans):
+        ran = None if at == missing else DeviceTimes(100 * at + 10, 100 * at + 60, at)
+        sent += attempt.commit([span], [], 100 * at + 70, computed=ran, copied=ran)
+    width = len(sent[0].spans)
+    assert (width, len(sent)) == (2, 3)
+    for at, message in enumerate(sent):
+        first, last = at * width, at * width + width - 1
+        whole = DeviceTimes(100 * first + 10, 100 * last + 60, last)
+        hole = missing is not None and first <= missing <= last
+        assert message.computed == message.copied == (None if hole else whole)
 
 
 @pytest.mark.parametrize("token", [0, 5])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.ids import AttemptId, RequestId, Span
-from headrace.messages import Computing, Interval, Progress, SourceFinal
+from headrace.messages import Computing, DeviceTimes, Interval, Progress, SourceFinal
 from headrace.runtime.record import Record
 from headrace.runtime.requests import Request, RequestOptions
 from tests.unit.runtime.test_routing import plan_of
@@ -70,6 +70,34 @@ def test_every_kind_of_interval_is_recorded_once() -> None:
     assert write.name == "layers [0, 1) x positions [0, 4), layers [1, 2) x positions [0, 2)"
     assert {each.clock for each in request.source_intervals + request.owner_intervals} == {"host"}
     assert request.owner_intervals[-2].name == "cancelled: cancelled"
+
+
+def test_what_a_device_tells_stands_for_what_the_host_read() -> None:
+    """And the figures, which are the host's, are the same."""
+    request = Request(RequestId(1, 2), 4, RequestOptions(trace=True))
+    record = Record(request, 5)
+    span = Span(0, 1, 0, 4)
+    computed, copied, ran = (
+        DeviceTimes(*times) for times in ((9, 21, 2), (22, 33, 3), (51, 58, 4))
+    )
+    record.heard(Progress(ATTEMPT, 0, 0, (span,), (), 10, 30, 40, computed, copied), PLAN)
+    record.heard(Progress(ATTEMPT, 0, 0, (Span(1, 2, 0, 4),), (), 40, 50, 60), PLAN)
+    record.imported(span, 50, 60, 100, ran)
+    record.imported(Span(1, 2, 0, 4), 60, 70, 100)
+    nbytes = PLAN.span_nbytes(span)
+    assert request.source_intervals[:3] == [
+        Interval("compute", str(span), 9, 21, 0, "device", 2),
+        Interval("write", str(span), 22, 33, nbytes, "device", 3),
+        Interval("announced", str(span), 40, 40, nbytes, "host"),
+    ]
+    assert [each.clock for each in request.source_intervals[3:]] == ["host"] * 3
+    imports = [each for each in request.owner_intervals if each.kind == "import"]
+    assert imports == [
+        Interval("import", str(span), 51, 58, 100, "device", 4),
+        Interval("import", "layers [1, 2) x positions [0, 4)", 60, 70, 100, "host"),
+    ]
+    measured = record.measured(1000)
+    assert (measured.import_ns, measured.last_group_ns) == (20, 60)
 
 
 def test_nothing_is_recorded_unless_asked_for() -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from headrace.backends.base import TimedWriter
 from headrace.backends.null import decoder_like
 from headrace.backends.replay import open as open_replay
 from headrace.errors import Cancelled, LocalProtocolError, WouldBlock
 from headrace.geometry import Layout
 from headrace.ids import Span
-from headrace.messages import Computing, FromSource, Progress, SourceFinal
+from headrace.messages import Computing, DeviceTimes, FromSource, Progress, SourceFinal
 from headrace.plan import compile_plan
 from headrace.protocol.source import HEARTBEAT_NS, SourceAttempt
 from headrace.runtime.digest import crc32
@@ -116,6 +117,23 @@ def test_an_engines_bug_raises_where_it_is() -> None:
     with pytest.raises(LocalProtocolError, match=r"layers \[1, 2\).* is missing"):
         rig.sink.final(rig.logits)
     assert len(rig.sent) == 1
+
+
+def test_a_writer_tells_when_a_device_did_it() -> None:
+    rig = Rig()
+    computed, copied = DeviceTimes(1, 5, 2), DeviceTimes(5, 9, 3)
+    writer = rig.sink.write(Span(0, 1, 0, NUM_TOKENS))
+    assert isinstance(writer, TimedWriter)
+    writer.ran(computed, copied)
+    writer.commit()
+    rig.sink.write(Span(1, 2, 0, NUM_TOKENS)).commit()
+    told, untold = rig.sent
+    assert isinstance(told, Progress)
+    assert isinstance(untold, Progress)
+    assert (told.computed, told.copied) == (computed, copied)
+    assert (untold.computed, untold.copied) == (None, None)
+    with pytest.raises(LocalProtocolError, match="after their commit"):
+        writer.ran(computed, copied)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def at(kind: IntervalKind, begun_us: float, ended_us: float | None = None, **mor
     begun_ns = int((START_US + begun_us) * US)
     ended_ns = begun_ns if ended_us is None else int((START_US + ended_us) * US)
     facts = {"name": kind, "nbytes": 0, "clock": "host"} | more
-    return Interval(kind, facts["name"], begun_ns, ended_ns, facts["nbytes"], facts["clock"])
+    return Interval(kind, begun_ns=begun_ns, ended_ns=ended_ns, **facts)
 
 
 def group(number: int, begun_us: float, write_us: float, ended_us: float) -> list[Interval]:
@@ -152,6 +152,12 @@ def cancelled(**more: Any) -> Run:
     return msgspec.structs.replace(run, **more)
 
 
+def on_devices(**more: Any) -> Run:
+    """The streamed run of two devices with events, each of whose readings is within 5 us."""
+    run = on("device", streamed(), "compute", "write", "import", error_us=5)
+    return msgspec.structs.replace(run, **more)
+
+
 def moved(intervals: tuple[Interval, ...], by_ns: int) -> tuple[Interval, ...]:
     """The intervals as another clock reads them."""
     return tuple(
@@ -162,13 +168,13 @@ def moved(intervals: tuple[Interval, ...], by_ns: int) -> tuple[Interval, ...]:
     )
 
 
-def on(clock: str, run: Run, *kinds: str) -> Run:
-    """The run with the intervals of these kinds read from `clock`."""
+def on(clock: str, run: Run, *kinds: str, error_us: float = 0) -> Run:
+    """The run with the intervals of these kinds read from `clock`, within `error_us`."""
+    facts = {"clock": clock, "error_ns": int(error_us * US)}
 
     def changed(lane: tuple[Interval, ...]) -> tuple[Interval, ...]:
         return tuple(
-            msgspec.structs.replace(each, clock=clock) if each.kind in kinds else each
-            for each in lane
+            msgspec.structs.replace(each, **facts) if each.kind in kinds else each for each in lane
         )
 
     return msgspec.structs.replace(run, source=changed(run.source), owner=changed(run.owner))

@@ -19,6 +19,8 @@ from tests.unit.telemetry.scenes import (
     local,
     measured,
     moved,
+    on,
+    on_devices,
     several,
     streamed,
     whole,
@@ -97,6 +99,42 @@ def test_slices_of_a_thread_do_not_overlap() -> None:
     for slices in by_thread.values():
         for (_, ended), (begun, _) in pairwise(slices):
             assert ended <= begun
+
+
+def test_what_devices_tell_has_lanes_of_its_own_and_its_error() -> None:
+    found = events(on_devices())
+    threads = [e["args"]["name"] for e in found if e["name"] == "thread_name"]
+    assert threads == [
+        "source",
+        "source's device, computing",
+        "source's device, copying",
+        "source, messages",
+        "owner, messages",
+        "owner",
+        "owner's device",
+    ]
+    by_thread = defaultdict(set)
+    for event in of("X", found):
+        args = event["args"]
+        by_thread[threads[event["tid"] - 1]].add(
+            (event["cat"], args["clock"], args.get("error_us"))
+        )
+    assert by_thread == {
+        "source's device, computing": {("compute", "device", 5.0)},
+        "source's device, copying": {("write", "device", 5.0)},
+        "source, messages": {("announced", "host", None), ("final", "host", None)},
+        "owner, messages": {("validated", "host", None)},
+        "owner": {("neighbour", "host", None), ("decode", "host", None), ("drain", "host", None)},
+        "owner's device": {("import", "device", 5.0)},
+    }
+    assert len([e for e in found if e["ph"] in "sf"]) == 2 * 6  # arrows lead there too
+
+
+def test_every_interval_has_a_lane_whatever_its_clock() -> None:
+    run = streamed()
+    kinds = {each.kind for each in (*run.source, *run.owner)}
+    drawn = Counter(e["cat"] for e in events(on("device", run, *kinds)) if e["ph"] in "Xi")
+    assert drawn == Counter(e["cat"] for e in events(run) if e["ph"] in "Xi")
 
 
 def test_arrows_lead_from_announced_to_validated_to_the_imports_of_the_span() -> None:

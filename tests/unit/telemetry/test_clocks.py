@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from headrace.telemetry.clocks import ClockCheck, align, check_clocks, pairs
 from headrace.telemetry.recording import Run
-from tests.unit.telemetry.scenes import US, at, cancelled, moved, streamed, whole
+from tests.unit.telemetry.scenes import US, at, cancelled, moved, on, streamed, whole
 
 SECOND = 1_000_000_000
 FORWARD_US, BACKWARD_US = 100, 30  # of `streamed`: grant to first computing, fastest message
@@ -45,6 +45,17 @@ def test_within_the_error_it_is_one_clock(by_ns: int) -> None:
     run = align(apart(by_ns))
     assert run.clock.verdict == "one"
     assert run.source == apart(by_ns).source
+
+
+def test_a_device_bounds_the_offset_by_no_more_than_its_error_allows() -> None:
+    """It may have begun earlier or later than it is said to have."""
+    run = on("device", streamed(), "compute", error_us=9)
+    clock = align(run).clock
+    assert clock.offset_ns == (FORWARD_US + 9 - BACKWARD_US) * US // 2
+    assert clock.error_ns == (FORWARD_US + 9 + BACKWARD_US) * US // 2
+    early = replace(run, source=moved(run.source[:1], -105 * US) + run.source[1:])
+    assert align(early).clock.verdict == "one"  # though it is said to compute before the grant
+    assert align(on("host", early, "compute")).clock.verdict == "shifted"
 
 
 def test_an_odd_number_of_ns_keeps_both_bounds_within_the_error() -> None:

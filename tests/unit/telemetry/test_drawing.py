@@ -18,7 +18,17 @@ from headrace.telemetry.drawing import (
     rows_of,
 )
 from headrace.telemetry.recording import Run
-from tests.unit.telemetry.scenes import START_US, US, at, landed, several, streamed, whole
+from tests.unit.telemetry.scenes import (
+    START_US,
+    US,
+    at,
+    landed,
+    on,
+    on_devices,
+    several,
+    streamed,
+    whole,
+)
 
 
 def drawn(run: Run, begun_us: int, ended_us: int) -> ElementTree.Element:
@@ -74,6 +84,36 @@ def test_computing_that_is_told_as_writing_has_a_row_of_its_own() -> None:
     last = (at("compute", 2_900, 3_000, name=name), at("write", 3_000, 3_100, name=name))
     labels = [row.label for row in rows_of(align(replace(run, source=(*run.source, *last))))]
     assert labels[:3] == ["source computes", "computes + writes", "source writes"]
+
+
+def test_what_devices_tell_has_rows_and_a_look_of_its_own() -> None:
+    rows = rows_of(align(on_devices()))
+    assert [row.label for row in rows] == [
+        "device computes",
+        "device copies out",
+        "messages",
+        "device imports",
+        "others decode",
+        "own step, drain",
+        "the tail",
+    ]
+    svg = drawn(on_devices(), 0, 5_000)
+    bars = [shape for shape in svg if " device" in shape.attrib["class"]]
+    assert len(bars) == 9
+    first = bars[0].findtext("title")
+    assert first is not None
+    assert first.endswith("at 0.100 ms, 0.800 ms (device clock, within 5.0 us)")
+    mixed = rows_of(align(on("device", streamed(), "import")))
+    assert [row.label for row in mixed][:4] == [
+        "source computes",
+        "source writes",
+        "messages",
+        "device imports",
+    ]
+    run = streamed()
+    both = replace(run, owner=(*run.owner, *on_devices().owner[2:3]))
+    labels = [row.label for row in rows_of(align(both))]
+    assert labels[3:5] == ["owner imports", "device imports"]
 
 
 def test_imports_in_flight_at_once_have_rows_of_their_own() -> None:

@@ -26,12 +26,13 @@ from tests.unit.telemetry.scenes import (
     cancelled,
     measured,
     moved,
+    on_devices,
     several,
     streamed,
     whole,
 )
 
-RUNS = (streamed(), whole(), cancelled(), several())
+RUNS = (streamed(), whole(), cancelled(), several(), on_devices())
 UNPAIRED = ("announced", "validated")
 
 
@@ -90,6 +91,8 @@ def test_the_tail_is_drawn_again_alone() -> None:
         "the whole request, ms",
         "the whole request, ms",
         "the tail, magnified, ms",
+        "the whole request, ms",
+        "the tail, magnified, ms",
     ]
     magnified = drawings(shown(streamed()))[1]
     assert ["import"] in classes(magnified)
@@ -133,6 +136,12 @@ def test_the_legend_names_what_is_there() -> None:
     words = ["".join(item.itertext()) for item in tree(shown(several())).iterfind(".//li")]
     assert "it computes and writes a group of several layers, in turn" in words
     assert "it writes the group into the slot" not in words
+    words = ["".join(item.itertext()) for item in tree(shown(on_devices())).iterfind(".//li")]
+    assert words[:3] == [
+        "the source's device computes a layer group, by its own events, within 5.0 us",
+        "it copies the group into the slot, by its own events, within 5.0 us",
+        "the owner's device imports a piece, by its own events, within 5.0 us",
+    ]
     run = cancelled()
     ungranted = replace(run, owner=run.owner[1:])
     words = ["".join(item.itertext()) for item in tree(shown(ungranted)).iterfind(".//li")]

@@ -21,7 +21,7 @@ from headrace.telemetry.recording import (
     prompt_digest,
     read,
 )
-from tests.unit.telemetry.scenes import at, cancelled, streamed, whole
+from tests.unit.telemetry.scenes import at, cancelled, on_devices, streamed, whole
 
 RECORDING = Recording(runs=(streamed(), whole(), cancelled()), stamp={"cpus": 2, "load": 0.5})
 
@@ -69,6 +69,45 @@ def test_prompts_are_told_apart() -> None:
     assert prompt_digest([]) != prompt_digest([0])
 
 
+def as_version_1(content: bytes) -> dict[str, Any]:
+    """The same trace as it was written before: no interval has an error."""
+    file: dict[str, Any] = json.loads(content)
+    record = file["headrace"]
+    record["version"] = 1
+    assert record["columns"]["interval"].pop() == "error_ns"
+    for run in record["runs"]:
+        for row in (*run["source"], *run["owner"]):
+            assert len(row) == len(record["columns"]["interval"]) + 1
+            assert row.pop() == 0
+    return file
+
+
+def test_a_trace_of_version_1_is_read_as_it_was(file: Path) -> None:
+    file.write_text(json.dumps(as_version_1(file.read_bytes())))
+    old = read(file)
+    assert old.version == 1
+    assert (old.runs, old.stamp) == (RECORDING.runs, RECORDING.stamp)
+    again = file.with_name("again.json")
+    again.write_bytes(encode(Recording(runs=old.runs, stamp=old.stamp)))
+    assert read(again) == RECORDING
+
+
+def test_columns_of_another_version_are_refused(file: Path) -> None:
+    content = as_version_1(file.read_bytes())
+    content["headrace"]["version"] = VERSION
+    file.write_text(json.dumps(content))
+    with pytest.raises(Refused, match="its columns are not"):
+        read(file)
+
+
+def test_what_devices_told_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    recording = Recording(runs=(on_devices(),))
+    path.write_bytes(encode(recording))
+    assert read(path) == recording
+    assert {each.error_ns for each in read(path).runs[0].source if each.clock == "device"} == {5000}
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
@@ -81,7 +120,9 @@ def test_prompts_are_told_apart() -> None:
         (b'{"headrace": 1}', "is a broken trace"),
         (b'{"headrace": {"version": "1"}}', "is a broken trace"),
         (b'{"headrace": {"version": 1}}', "is a broken trace"),
-        (b'{"headrace": {"version": 2}}', f"of version 2, and this headrace reads {VERSION}"),
+        (b'{"headrace": {"version": 2}}', "is a broken trace"),
+        (b'{"headrace": {"version": 0}}', f"of version 0, and this headrace reads 1, {VERSION};"),
+        (b'{"headrace": {"version": 3}}', f"of version 3, and this headrace reads 1, {VERSION};"),
         (b'{"headrace": {"version": 1, "runs": []}}', "it holds no request"),
     ],
 )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from headrace.messages import Interval
 from headrace.telemetry.clocks import align
 from headrace.telemetry.recording import Run
-from headrace.telemetry.report import TIMER_NOISE_NS, Report, evidence, overlap_ns, report_of
+from headrace.telemetry.report import TIMER_NOISE_NS, Report, report_of
 from tests.unit.telemetry.scenes import (
     US,
     at,
@@ -17,6 +16,7 @@ from tests.unit.telemetry.scenes import (
     measured,
     moved,
     on,
+    on_devices,
     several,
     streamed,
     whole,
@@ -107,7 +107,7 @@ def test_several_layers_to_a_message_change_no_overlap() -> None:
     """Whatever a bar is called, the source was at work in it."""
     run = several()
     owner = (*run.owner, at("import", 200, 400))
-    assert overlap_ns(align(replace(run, owner=owner))) == 200 * US
+    assert report(replace(run, owner=owner)).overlap_ns == 200 * US
 
 
 @pytest.mark.parametrize(
@@ -180,44 +180,25 @@ def test_clocks_that_contradict_each_other_are_not_compared() -> None:
     assert told.prefill_ns == 2_900 * US  # of one clock
 
 
-@pytest.mark.parametrize(
-    ("kinds", "wanted"),
-    [
-        (("compute", "import"), "device"),
-        (("compute", "write", "import"), "device"),
-        (("compute",), "host"),
-        (("import",), "host"),
-        (("write", "announced", "validated"), "host"),
-        ((), "host"),
-    ],
-)
-def test_only_two_device_clocks_are_evidence_of_a_device(
-    kinds: tuple[str, ...], wanted: str
-) -> None:
-    assert evidence(align(on("device", streamed(), *kinds))) == wanted
-
-
-@pytest.mark.parametrize("lane", ["source", "owner"])
-def test_one_host_reading_makes_all_of_it_host(lane: str) -> None:
-    run = on("device", streamed(), "compute", "import")
-    kinds = {"source": "compute", "owner": "import"}
-    changed: list[Interval] = list(getattr(run, lane))
-    index = next(n for n, each in enumerate(changed) if each.kind == kinds[lane])
-    changed[index] = replace(changed[index], clock="host")
-    assert evidence(align(replace(run, **{lane: tuple(changed)}))) == "host"
-
-
-def test_an_empty_side_is_no_evidence() -> None:
-    run = on("device", streamed(), "compute", "import")
-    assert evidence(align(replace(run, source=()))) == "host"
-    assert evidence(align(replace(run, owner=()))) == "host"
-
-
-def test_writes_on_the_host_clock_do_not_enter_a_kernel_overlap() -> None:
-    run = streamed(
-        source=(at("compute", 0, 100), at("write", 100, 200, nbytes=3_000)),
-        owner=(at("import", 50, 150), at("import", 120, 160)),
+def test_what_may_be_claimed_is_told_of_two_processes_on_one_clock_only() -> None:
+    both = report(on_devices())
+    assert (
+        (both.evidence, both.kernel_overlap_ns)
+        == ("device", 400 * US)
+        == (
+            both.overlap.evidence,
+            both.overlap.kernels_ns,
+        )
     )
-    assert overlap_ns(align(run)) == 110 * US
-    assert overlap_ns(align(on("device", run, "compute", "import"))) == 50 * US
-    assert overlap_ns(align(on("device", run, "compute", "write", "import"))) == 110 * US
+    alone = report(on("device", local(), "compute", "import"))
+    assert alone.overlap.kernels_ns == 400 * US
+    assert (alone.overlap_ns, alone.kernel_overlap_ns) == (None, None)
+    owner = (at("granted", 9_000), *on_devices().owner[1:])
+    torn = report(on_devices(owner=owner))
+    assert torn.clock.verdict == "contradictory"
+    assert (torn.overlap_ns, torn.kernel_overlap_ns) == (None, None)
+
+
+def test_a_device_tells_computing_from_writing() -> None:
+    told = report(on("device", several(), "write"))
+    assert (told.both_ns, told.write_ns) == (0, 2_600 * US)

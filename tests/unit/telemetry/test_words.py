@@ -19,6 +19,7 @@ from tests.unit.telemetry.scenes import (
     measured,
     moved,
     on,
+    on_devices,
     several,
     streamed,
     whole,
@@ -134,18 +135,62 @@ def test_titles() -> None:
     assert said(chosen)["route chosen"] == "a long prompt"
 
 
-def test_kernels_are_claimed_from_two_device_clocks_only() -> None:
-    both = report(on("device", streamed(), "compute", "import"))
-    name, text = overlap(both)
-    assert name == "kernel overlap"
-    assert "device events of both sides" in text
-    assert as_object(both)["kernel_overlap_s"] == as_object(both)["overlap_s"] is not None
-    for kinds in ([], ["compute"], ["import"], ["write", "announced", "validated"]):
-        mixed = report(on("device", streamed(), *kinds))
-        name, text = overlap(mixed)
-        assert name == "host overlap"
-        assert "nothing is claimed about kernels" in text
-        assert as_object(mixed)["kernel_overlap_s"] is None
+def test_kernels_are_claimed_from_two_device_clocks_beyond_their_errors() -> None:
+    told = report(on_devices())
+    assert overlap(told) == (
+        "kernel overlap",
+        "0.400 ms of importing while the source computed (device events of both sides, each "
+        "stretch within 10.0 us; shorter ones are not counted)",
+    )
+    written = as_object(told)
+    assert (written["evidence"], written["kernel_overlap_s"]) == ("device", 0.0004)
+    assert (written["overlap_s"], written["overlap_error_s"]) == (0.0004, 1e-5)
+
+
+def test_an_overlap_within_its_error_is_no_claim() -> None:
+    told = report(on("device", streamed(), "compute", "import", error_us=100))
+    assert overlap(told) == (
+        "device overlap",
+        "0.400 ms of importing while the source computed (device events of both sides, but no "
+        "stretch beyond its error: nothing is claimed about kernels)",
+    )
+    assert as_object(told)["kernel_overlap_s"] is None
+    assert as_object(told)["overlap_s"] == 0.0004
+
+
+def test_two_devices_that_took_turns() -> None:
+    run = on_devices(owner=(at("import", 3_300, 3_400, clock="device", error_ns=5),))
+    assert overlap(report(run)) == (
+        "device overlap",
+        "0.000 ms of importing while the source computed (device events of both sides)",
+    )
+    assert as_object(report(run))["kernel_overlap_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("kinds", "grounds"),
+    [
+        ((), "host intervals"),
+        (("write", "announced", "validated"), "host intervals"),
+        (("compute", "write"), "device events of one side, host intervals of the owner"),
+        (("import",), "device events of one side, host intervals of the source"),
+    ],
+)
+def test_a_host_side_is_named_and_nothing_claimed(kinds: tuple[str, ...], grounds: str) -> None:
+    mixed = report(on("device", streamed(), *kinds))
+    assert overlap(mixed) == (
+        "host overlap",
+        f"0.400 ms of importing while the source worked ({grounds}: nothing is claimed about "
+        "kernels)",
+    )
+    assert as_object(mixed)["kernel_overlap_s"] is None
+    assert as_object(mixed)["evidence"] == "host"
+
+
+def test_what_a_source_did_by_device_events_is_told_as_such() -> None:
+    assert said(on_devices())["source"] == (
+        "2.600 ms computing, 0.510 ms writing, by device events"
+    )
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class FakeEvent:
 
 
 class FakeDevice:
-    """One device model, driven by the thread that made it. `faults` tells what it was shown."""
+    """One device model, driven by the thread that made it."""
 
     kind = "fake"
     torch_device = "cpu"
@@ -83,6 +83,8 @@ class FakeDevice:
         `memory_nbytes`: all that `empty` gives. `all_pinned`: take all host memory for registered,
         so that no copy of it is staged. `failing_copy`: the number of the copy, from 1, at which
         the device fails.
+
+        `faults`: what it was shown. `counts`: what it did since it was made.
         """
         self.name = name
         self.faults: list[str] = []
@@ -100,7 +102,7 @@ class FakeDevice:
         self._failing_copy = failing_copy
         self._skew_ns = random.Random(seed).randint(-ERROR_NS, ERROR_NS)
         self._unmapped: list[tuple[int, int]] = []
-        self._counts = dict.fromkeys(
+        self.counts = dict.fromkeys(
             ("copies", "copied_nbytes", "pageable_copies", "kernels", "host_waits"), 0
         )
         self.compute: Stream = self._queues.stream("compute")
@@ -140,9 +142,9 @@ class FakeDevice:
         reads = of_rows(source, row_nbytes, num_rows)
         writes = of_rows(target, row_nbytes, num_rows)
         pageable = self._pageable(reads, writes)
-        self._counts["copies"] += 1
-        self._counts["copied_nbytes"] += row_nbytes * num_rows
-        run = self._failing if self._counts["copies"] == self._failing_copy else None
+        self.counts["copies"] += 1
+        self.counts["copied_nbytes"] += row_nbytes * num_rows
+        run = self._failing if self.counts["copies"] == self._failing_copy else None
         if pageable == "source":
             self._queues.flush(queue)
             staged = [ctypes.string_at(b, e - b) for b, e in reads]
@@ -155,7 +157,7 @@ class FakeDevice:
             writes,
         )
         if pageable == "target":
-            self._counts["host_waits"] += 1
+            self.counts["host_waits"] += 1
             self._queues.flush(queue)
             join(self._queues.host, queue.clock)
         self._sound()
@@ -204,7 +206,7 @@ class FakeDevice:
 
     def synchronize(self) -> None:
         self._enter()
-        self._counts["host_waits"] += 1
+        self.counts["host_waits"] += 1
         for queue in self._queues.streams:
             self._queues.flush(queue)
         for queue in self._queues.streams:
@@ -216,7 +218,6 @@ class FakeDevice:
             "device_nbytes": self._memory.nbytes,
             "registered_nbytes": self._registrations.nbytes,
             "failed_registrations": self._registrations.failures,
-            **self._counts,
         }
 
     def close(self) -> None:
@@ -272,7 +273,7 @@ class FakeDevice:
     def wait_for(self, mark: Mark) -> None:
         """The host waits for a mark."""
         self._enter()
-        self._counts["host_waits"] += 1
+        self.counts["host_waits"] += 1
         self._queues.run_to(mark)
         self._queues.known(mark)
         self._sound()
@@ -281,14 +282,14 @@ class FakeDevice:
         """A torch call is about to be carried out, after all that its stream waits for."""
         self._enter()
         self._queues.flush(queue)
-        self._counts["kernels"] += 1
+        self.counts["kernels"] += 1
         self._numbered(queue, what, self._ranges(reads), self._ranges(writes))
         self._sound()
 
     def queued(self, queue: Queue, what: str, run: Kernel, reads: Tensors, writes: Tensors) -> None:
         """A torch call takes its place in a stream."""
         self._enter()
-        self._counts["kernels"] += 1
+        self.counts["kernels"] += 1
         self._push(queue, what, run, self._ranges(reads), self._ranges(writes))
         self._sound()
 
@@ -347,7 +348,7 @@ class FakeDevice:
         self._sound()
         if host.endswith("pinned") or not host:
             return ""
-        self._counts["pageable_copies"] += 1
+        self.counts["pageable_copies"] += 1
         return host
 
     def _check_unused(self, address: int, nbytes: int, how: str) -> None:

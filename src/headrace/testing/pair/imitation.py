@@ -19,34 +19,38 @@ from headrace.backends.base import Cells
 from headrace.backends.options import read_options
 from headrace.backends.replay import ReplayEngine, ReplayOptions
 from headrace.errors import Refused
-from headrace.geometry import ITEMSIZE, Manifest
+from headrace.geometry import ITEMSIZE, Layout, Manifest
 
 FACTORY: Final = "headrace.testing.pair.imitation:open"
 _NUM_ELEMENTS = 262_139  # a prime, so that rows of any size fall on different places
 
 
 class Options(Struct, frozen=True, forbid_unknown_fields=True):
-    """decoder: the manifest to imitate. layer_ms: as in `ReplayOptions`."""
+    """decoder: the manifest to imitate. layer_ms: as in `ReplayOptions`. layout: how cells are
+    written, by default the decoder's first.
+    """
 
     decoder: Manifest
     layer_ms: float = 0.0
+    layout: Layout | None = None
 
 
 def open(options: Mapping[str, Any]) -> ImitatingEngine:
     """A replay engine of the geometry that a decoder's manifest has."""
     read = read_options(options, Options, "imitation")
-    return ImitatingEngine(read.decoder, read.layer_ms)
+    return ImitatingEngine(read.decoder, read.layer_ms, read.layout)
 
 
 class ImitatingEngine(ReplayEngine):
     """Emits the same finite elements for the same prompt, on every route."""
 
-    def __init__(self, decoder: Manifest, layer_ms: float) -> None:
+    def __init__(self, decoder: Manifest, layer_ms: float, layout: Layout | None) -> None:
         vocab_size = decoder.vocab_size
         super().__init__(
             ReplayOptions(layers=len(decoder.layers), vocab_size=vocab_size, layer_ms=layer_ms)
         )
-        self._manifest = replace(decoder, role="source", first="logits")
+        layouts = decoder.layouts if layout is None else (layout,)
+        self._manifest = replace(decoder, role="source", first="logits", layouts=layouts)
         if decoder.logits_dtype != "float32":
             raise Refused(f"replay has float32 logits, this decoder wants {decoder.logits_dtype}")
         self._parts = {layer.index: layer.parts for layer in decoder.layers}

@@ -1,0 +1,24 @@
+"""Random elements of every dtype that a cache may have."""
+
+from __future__ import annotations
+
+import random
+import struct
+from array import array
+
+
+def random_elements(dtype: str, nbytes: int, rng: random.Random) -> bytes:
+    """`nbytes` bytes of finite elements between -1 and 1."""
+    match dtype:
+        case "float32":
+            return array("f", (rng.uniform(-1, 1) for _ in range(nbytes // 4))).tobytes()
+        case "float64":
+            return array("d", (rng.uniform(-1, 1) for _ in range(nbytes // 8))).tobytes()
+        case "float16":
+            count = nbytes // 2
+            return struct.pack(f"<{count}e", *(rng.uniform(-1, 1) for _ in range(count)))
+        case "bfloat16":  # the upper half of a float32
+            wide = array("f", (rng.uniform(-1, 1) for _ in range(nbytes // 2))).tobytes()
+            return b"".join(wide[at + 2 : at + 4] for at in range(0, len(wide), 4))
+        case _:
+            return bytes(rng.randrange(64) for _ in range(nbytes))

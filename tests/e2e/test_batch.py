@@ -1,0 +1,116 @@
+"""Requests that decode in one batch get what each of them gets alone in a batch of that size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pytest
+
+from headrace.backends import cpu as cpu_backend
+from headrace.backends.base import Entry
+from headrace.messages import Route, Sampling
+from headrace.runtime.owner import DecoderOwner
+from headrace.runtime.requests import Request, RequestOptions
+from headrace.runtime.worker import SourceHandle
+from tests.e2e.families import CONTEXT, WINDOW, directory_of, make_prompt
+
+FAMILIES = ["llama", "gemma3", "gemma4_shared", "qwen3_moe"]
+BATCH, LANES = 4, 6  # more entries than rows
+STEPS = 2 * WINDOW + 4  # a sliding lane is moved back to its front at least once
+
+
+class Asked(NamedTuple):
+    num_tokens: int
+    max_tokens: int
+    route: Route
+    sampling: Sampling
+
+    def options(self) -> RequestOptions:
+        return RequestOptions(
+            route=self.route, max_tokens=self.max_tokens, sampling=self.sampling, audit=True
+        )
+
+
+ASKED = [
+    Asked(1, STEPS, "whole", Sampling()),
+    Asked(WINDOW, 9, "streamed", Sampling(0.8, 0.95, 0, 1)),
+    Asked(43, STEPS, "streamed", Sampling(0.8, 1.0, 20, 2)),
+    Asked(WINDOW - 1, 3, "whole", Sampling()),
+    Asked(60, STEPS, "whole", Sampling(1.2, 1.0, 0, 3)),
+    Asked(7, STEPS, "streamed", Sampling(0.8, 0.95, 0, 1)),
+    Asked(20, 12, "whole", Sampling()),
+    Asked(2, STEPS, "streamed", Sampling()),
+]
+
+
+class Watched(cpu_backend.CpuDecoder):
+    """Tells how many entries each of its steps took."""
+
+    sizes: list[int]
+
+    def decode_step(self, active: Sequence[tuple[Entry, int]]) -> list[memoryview]:
+        self.sizes.append(len(active))
+        return super().decode_step(active)
+
+
+@contextmanager
+def owner_of(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[DecoderOwner, Watched]]:
+    options = {"model": str(directory_of(family)), "threads": 1}
+    handle = SourceHandle("torch", options)
+    handle.start()
+    monkeypatch.setattr(cpu_backend, "CpuDecoder", Watched)
+    decoder = cpu_backend.open(
+        {**options, "lanes": LANES, "context": CONTEXT, "decode_batch": BATCH}
+    )
+    assert isinstance(decoder, Watched)
+    decoder.sizes = []
+    owner = DecoderOwner(decoder, context=CONTEXT)
+    owner.attach(handle)
+    try:
+        yield owner, decoder
+    finally:
+        owner.close()
+
+
+def submit(owner: DecoderOwner, asked: Asked, requests: list[Request], later: list[Asked]) -> None:
+    """Start a request whose second token starts the next one of `later`, and so on."""
+
+    def began(token: int) -> None:
+        if len(request.tokens) == 2 and later:
+            submit(owner, later.pop(0), requests, later)
+
+    prompt = make_prompt(asked.num_tokens, seed=asked.max_tokens)
+    request = owner.submit(prompt, asked.options(), on_token=began)
+    requests.append(request)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_company_changes_no_token(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight requests on six lanes and four rows, which begin while others decode."""
+    with owner_of(family, monkeypatch) as (owner, decoder):
+        alone: list[Request] = []
+        for asked in ASKED:
+            submit(owner, asked, alone, [])
+            owner.run_until_done(*alone)
+        assert set(decoder.sizes) == {1}
+        decoder.sizes.clear()
+        together: list[Request] = []
+        submit(owner, ASKED[0], together, [])
+        submit(owner, ASKED[1], together, list(ASKED[2:]))
+        while len(together) < len(ASKED) or not all(each.done for each in together):
+            owner.turn(1.0)
+        assert max(decoder.sizes) == BATCH
+        assert owner.drain()
+        owner.check_integrity()
+        assert {request.outcome for request in (*alone, *together)} == {"finished"}
+        tokens = [request.tokens for request in alone]
+        assert [len(each) for each in tokens] == [asked.max_tokens for asked in ASKED]
+        assert [request.tokens for request in together] == tokens
+        assert decoder._batching is not None
+        if decoder._batching.rows_alike:  # else the last bits depend on the row that one got
+            digests = [request.logits_digest for request in alone]
+            assert [request.logits_digest for request in together] == digests
