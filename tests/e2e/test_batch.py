@@ -1,4 +1,8 @@
-"""Requests that decode in one batch get what each of them gets alone in a batch of that size."""
+"""Requests that decode in one batch get what each of them gets alone in a batch of that size.
+
+The owner prefills by itself, one request in a turn, so that it is the same each time who decodes
+with whom.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,13 @@ import pytest
 
 from headrace.backends import cpu as cpu_backend
 from headrace.backends.base import Entry
+from headrace.backends.load import prefill_engine_of
 from headrace.messages import Route, Sampling
 from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.requests import Request, RequestOptions
-from headrace.runtime.worker import SourceHandle
 from tests.e2e.families import CONTEXT, WINDOW, directory_of, make_prompt
 
-FAMILIES = ["llama", "gemma3", "gemma4_shared", "qwen3_moe"]
+FAMILIES = ["llama", "gemma4_shared", "qwen3_moe"]
 BATCH, LANES = 4, 6  # more entries than rows
 STEPS = 2 * WINDOW + 4  # a sliding lane is moved back to its front at least once
 
@@ -29,7 +33,11 @@ class Asked(NamedTuple):
 
     def options(self) -> RequestOptions:
         return RequestOptions(
-            route=self.route, max_tokens=self.max_tokens, sampling=self.sampling, audit=True
+            route=self.route,
+            max_tokens=self.max_tokens,
+            sampling=self.sampling,
+            on_failure="local",
+            audit=True,
         )
 
 
@@ -59,29 +67,28 @@ class Watched(cpu_backend.CpuDecoder):
 def owner_of(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[DecoderOwner, Watched]]:
-    options = {"model": str(directory_of(family)), "threads": 1}
-    handle = SourceHandle("torch", options)
-    handle.start()
     monkeypatch.setattr(cpu_backend, "CpuDecoder", Watched)
-    decoder = cpu_backend.open(
-        {**options, "lanes": LANES, "context": CONTEXT, "decode_batch": BATCH}
-    )
+    options = {"model": str(directory_of(family)), "lanes": LANES, "context": CONTEXT}
+    decoder = cpu_backend.open({**options, "decode_batch": BATCH})
     assert isinstance(decoder, Watched)
     decoder.sizes = []
-    owner = DecoderOwner(decoder, context=CONTEXT)
-    owner.attach(handle)
+    owner = DecoderOwner(decoder, context=CONTEXT, local=prefill_engine_of(decoder))
     try:
         yield owner, decoder
     finally:
         owner.close()
 
 
-def submit(owner: DecoderOwner, asked: Asked, requests: list[Request], later: list[Asked]) -> None:
-    """Start a request whose second token starts the next one of `later`, and so on."""
+def submit(
+    owner: DecoderOwner, asked: Asked, requests: list[Request], later: Sequence[Asked] = ()
+) -> None:
+    """Start a request; its second token and each one after it starts two of `later`."""
+    waiting = list(later)
 
     def began(token: int) -> None:
-        if len(request.tokens) == 2 and later:
-            submit(owner, later.pop(0), requests, later)
+        for _ in range(2 if len(request.tokens) >= 2 else 0):
+            if waiting:
+                submit(owner, waiting.pop(0), requests)
 
     prompt = make_prompt(asked.num_tokens, seed=asked.max_tokens)
     request = owner.submit(prompt, asked.options(), on_token=began)
@@ -94,13 +101,12 @@ def test_company_changes_no_token(family: str, monkeypatch: pytest.MonkeyPatch) 
     with owner_of(family, monkeypatch) as (owner, decoder):
         alone: list[Request] = []
         for asked in ASKED:
-            submit(owner, asked, alone, [])
+            submit(owner, asked, alone)
             owner.run_until_done(*alone)
         assert set(decoder.sizes) == {1}
         decoder.sizes.clear()
         together: list[Request] = []
-        submit(owner, ASKED[0], together, [])
-        submit(owner, ASKED[1], together, list(ASKED[2:]))
+        submit(owner, ASKED[0], together, ASKED[1:])
         while len(together) < len(ASKED) or not all(each.done for each in together):
             owner.turn(1.0)
         assert max(decoder.sizes) == BATCH

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from headrace.backends.base import Decoder, Entry, Fence, Kept, Reservation, SlotView
 from headrace.errors import LocalProtocolError
 from headrace.ids import AttemptId, Span
-from headrace.messages import RouteChoice
+from headrace.messages import DeviceTimes, RouteChoice
 from headrace.plan import Plan
 from headrace.protocol.commands import Cause
 from headrace.runtime.prefix import Found, KeptPrompt
@@ -143,9 +143,16 @@ class Active:
         """Bytes of KV that came from a source."""
         return 0 if self.plan is None else self.plan.nbytes
 
-    def imported(self, piece: Span, begun_ns: int, ended_ns: int, nbytes: int) -> None:
-        """An import was fenced."""
-        self.record.imported(piece, begun_ns, ended_ns, nbytes)
+    def imported(
+        self,
+        piece: Span,
+        begun_ns: int,
+        ended_ns: int,
+        nbytes: int,
+        ran: DeviceTimes | None = None,
+    ) -> None:
+        """An import was fenced; `ran`: when it ran, by the device's own events."""
+        self.record.imported(piece, begun_ns, ended_ns, nbytes, ran)
         request = self.request
         if request.on_progress is not None:
             arrived = self.record.nbytes_imported

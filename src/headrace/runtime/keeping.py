@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from headrace.backends.base import Decoder, Entry, KeepsEntries, Kept, Reservation
-from headrace.errors import DeviceError
+from headrace.errors import WouldBlock
 from headrace.geometry import Manifest, PrefixUse
 from headrace.messages import Measured, Remainder, Reuse
 from headrace.plan import Plan
@@ -84,12 +84,12 @@ class Keeping:
     def reserve(self, found: Found | None, num_tokens: int) -> Reservation:
         """Storage for an attempt, with what its request goes on from in place.
 
-        Raises: as the decoder's `reserve`; DeviceError where what was kept was lost meanwhile.
+        Raises: as the decoder's `reserve`; WouldBlock where what was kept was lost meanwhile.
         """
         if found is None or self._keeper is None:
             return self._decoder.reserve(num_tokens)
         if not self.index.has(found.prompt):
-            raise DeviceError("what was kept of its prompt went out of service")
+            raise WouldBlock("what was kept of its prompt went out of service")
         return self._keeper.reserve_from(found.prompt.kept, found.positions, num_tokens)
 
     def publish(

@@ -14,16 +14,14 @@ import logging
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import assert_never
 
-from headrace.backends.base import Decoder, Entry, Fence, Reservation, SlotView
+from headrace.backends.base import Decoder, Entry, Reservation
 from headrace.errors import PeerDied, Refused, WouldBlock
-from headrace.ids import AttemptId, ImportId, RequestId, SourceId, Span
+from headrace.ids import AttemptId, RequestId, SourceId
 from headrace.messages import Cancel, Prefill, Reuse
-from headrace.plan import Copy
 from headrace.protocol.books import AttemptMessage
 from headrace.protocol.commands import (
     Cause,
@@ -46,10 +44,10 @@ from headrace.runtime.active import Active, pass_on, reason_of
 from headrace.runtime.checks import grant
 from headrace.runtime.costs import Sample
 from headrace.runtime.decoding import Decoding
-from headrace.runtime.digest import crc32
+from headrace.runtime.import_shell import ImportShell
 from headrace.runtime.keeping import Keeping
 from headrace.runtime.local import LocalSource
-from headrace.runtime.poison import PoisonMemory, fill, kv_range, poison_in
+from headrace.runtime.poison import fill, kv_range
 from headrace.runtime.prefix import Found
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.routing import RouteChooser
@@ -57,51 +55,19 @@ from headrace.runtime.sources import Sources
 
 _log = logging.getLogger("headrace.owner")
 
-_MOST_PLACES = 3  # of poison, as a reason names them
 
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    active: Active
-    fence: Fence
-    piece: Span
-    begun_ns: int
-    nbytes: int
-
-
-class _After:
-    """The fence of a copy that is begun once another one is fenced."""
-
-    def __init__(self, before: Fence, begin: Callable[[], Fence]) -> None:
-        self._before = before
-        self._begin = begin
-        self._copy: Fence | None = None
-
-    def done(self) -> bool:
-        if self._copy is None:
-            if not self._before.done():
-                return False
-            self._copy = self._begin()
-        return self._copy.done()
-
-
-class Shell:
+class Shell(ImportShell):
     """The hands of one owner: one decoder, its sources, and the requests that run on them."""
 
     def __init__(
         self, machine: Owner, decoder: Decoder, sources: Sources, import_share: float
     ) -> None:
-        self._machine = machine
-        self._decoder = decoder
+        super().__init__(machine, decoder, sources.handles)
         self._sources = sources
-        self._handles = sources.handles
-        self._active: dict[AttemptId, Active] = {}
         self._of_request: dict[RequestId, Active] = {}
-        self._flights: dict[ImportId, _Flight] = {}
         self._apart: dict[AttemptId, Reservation | Entry] = {}  # what is quarantined, if known
         self._decoding = Decoding(machine, decoder, self._active, self._run_commands)
         self._keeping = Keeping(decoder, decoder.manifest())
-        self._poison = PoisonMemory()
         self._import_share = import_share
         self._chooser = RouteChooser()
         self._commands: deque[Command] = deque()
@@ -315,86 +281,6 @@ class Shell:
         except PeerDied:
             return  # its pidfd tells the machine
 
-    # Imports.
-
-    def _start_import(self, command: StartImport) -> None:
-        active = self._active[command.attempt]
-        handle = self._handles[command.source]
-        copies = active.the_plan.copies(command.piece)
-        nbytes = sum(copy.nbytes for copy in copies)
-        slot = SlotView(handle.slot(command.slot), handle.slot_address(command.slot), handle.layout)
-        begin = partial(self._decoder.begin_import, active.reservation, slot, copies)
-        begun_ns = time.monotonic_ns()
-        try:
-            poison = active.request.options.poison
-            fence = _After(self._poisoned(active), begin) if poison else begin()
-        except BaseException as exc:
-            self._machine.import_failed(command.import_id, reason_of(exc), time.monotonic_ns())
-            pass_on(exc)
-            return
-        flight = _Flight(active, fence, command.piece, begun_ns, nbytes)
-        if not self._landed(command.import_id, flight):
-            self._flights[command.import_id] = flight
-
-    def _poisoned(self, active: Active) -> Fence:
-        """The fence of the poison in an attempt's reserved cells, begun before its first import."""
-        if active.poisoned is None:
-            plan = active.the_plan
-            slot = active.poison_slot = self._poison.as_slot(plan)
-            copies = plan.copies(plan.whole())
-            active.poisoned = self._decoder.begin_import(active.reservation, slot, copies)
-        return active.poisoned
-
-    def _poll_fences(self) -> None:
-        for import_id, flight in list(self._flights.items()):
-            given_up = not self._machine.is_in_flight(import_id)  # its storage is set apart
-            if given_up or self._landed(import_id, flight):
-                del self._flights[import_id]
-        self._run_commands()
-
-    def _landed(self, import_id: ImportId, flight: _Flight) -> bool:
-        """Whether the import is over; reports it if so."""
-        try:
-            if not flight.fence.done():
-                return False
-        except BaseException as exc:
-            self._machine.import_failed(import_id, reason_of(exc), time.monotonic_ns())
-            pass_on(exc)
-            return True
-        now_ns = time.monotonic_ns()
-        active = flight.active
-        active.imported(flight.piece, flight.begun_ns, now_ns, flight.nbytes)
-        self._machine.import_done(import_id, now_ns)
-        if active.callback_error:
-            self._machine.cancel(active.request.request, now_ns, active.callback_error)
-        return True
-
-    def _check_digest(self, command: CheckDigest) -> None:
-        """Look at the bytes as landed: those that were stamped, and none of them left unwritten."""
-        active = self._active[command.attempt]
-        found: list[str] = []
-        try:
-            actual = crc32(self._cells(active, command.span, found))
-        except BaseException as exc:
-            self._machine.import_failed(command.import_id, reason_of(exc), time.monotonic_ns())
-            pass_on(exc)
-            return
-        reason = f"{_places(found)} not written when {command.span} were told" if found else ""
-        self._machine.digest_checked(command.import_id, actual, time.monotonic_ns(), reason)
-
-    def _cells(self, active: Active, span: Span, found: list[str]) -> Iterator[memoryview | bytes]:
-        """The bytes of a span's cells as landed, copy by copy; where poison is goes to `found`."""
-        plan = active.the_plan
-        for copy in plan.copies(span):
-            cells = self._read(active, copy)
-            where = poison_in(plan, copy, cells)
-            if where:
-                found.append(where)
-            yield cells
-
-    def _read(self, active: Active, copy: Copy) -> memoryview | bytes:
-        return self._decoder.read(active.reservation, active.the_plan.layout, copy)
-
     # The end.
 
     def _publish(self, command: Publish) -> None:
@@ -454,6 +340,8 @@ class Shell:
         told = active.prompt_tokens(), schedule, active.the_whole_plan, bytes(logits), token
         try:
             active.kept = self._keeping.publish(entry, *told)
+        except Refused as exc:  # there is no memory for it
+            _log.warning("%s is not kept: %s", active.attempt, exc)
         except BaseException as exc:
             reason = f"it could not be kept: {reason_of(exc)}"
             self._decoding.finish(active, "failed", reason, Cause.DEVICE, quarantine=True)
@@ -472,12 +360,6 @@ class Shell:
         sample = Sample(plan, active.options, measured, active.expected_ns, alone)
         self._chooser.learn(source, sample)
 
-    def _poison_left(self, active: Active) -> str:
-        found: list[str] = []
-        for _ in self._cells(active, active.the_plan.whole(), found):
-            pass
-        return f"{_places(found)} never written: the reserved cells hold poison" if found else ""
-
     def _retry(self, command: Retry) -> None:
         active = self._forget(command.attempt, retried=True)
         if active is not None:
@@ -492,8 +374,3 @@ class Shell:
             active.end(command.outcome.value, command.reason, command.cause)
             if active.held is None:
                 self._forget(active.attempt)
-
-
-def _places(found: list[str]) -> str:
-    more = f" and {len(found) - _MOST_PLACES} more parts" if len(found) > _MOST_PLACES else ""
-    return f"{', '.join(found[:_MOST_PLACES])}{more} were"

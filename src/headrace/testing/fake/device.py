@@ -31,7 +31,7 @@ from headrace.testing.fake.memory import Memory, poison
 from headrace.testing.fake.queues import Mark, Queue, Queues, Work, join
 from headrace.testing.fake.ranges import Ranges, joined, of_rows, of_tensor
 from headrace.testing.fake.registration import FakeRegistrationCalls, PinFails
-from headrace.testing.fake.torch_calls import AtOnce, Kernel, Queued, Tensors
+from headrace.testing.fake.torch_calls import AtOnce, Kernel, OnNoStream, Queued, Tensors
 
 ERROR_NS = 2_000
 
@@ -91,6 +91,7 @@ class FakeDevice:
         self._failure: DeviceError | None = None
         self._thread = threading.get_ident()
         self._closed = False
+        self._depth = 0
         self._queues = Queues(seed, now_ns)
         self._memory = Memory(self._queues, self._fault)
         self._polls_per_step = polls_per_step
@@ -117,7 +118,7 @@ class FakeDevice:
     def on_compute(self) -> Iterator[None]:
         """Torch calls in here are the compute stream's, carried out when they are made."""
         self._enter()
-        with AtOnce(_StreamCalls(self, self._queue(self.compute))):
+        with self._inside(), AtOnce(_StreamCalls(self, self._queue(self.compute))):
             yield
         self._sound()
 
@@ -125,7 +126,7 @@ class FakeDevice:
         self._enter()
         queue = self._queue(stream)
         calls = _StreamCalls(self, queue)
-        with AtOnce(calls) if stream is self.compute else Queued(calls):
+        with self._inside(), AtOnce(calls) if stream is self.compute else Queued(calls):
             kernels()
         self._sound()
 
@@ -235,6 +236,18 @@ class FakeDevice:
 
     # What a test tells it.
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Torch calls on device memory that are on no stream of this device are faults in here."""
+        with OnNoStream(self._on_no_stream, _StreamCalls(self, self._queue(self.compute))):
+            yield
+        self._sound()
+
+    @property
+    def streams(self) -> list[Stream]:
+        """All streams, in the order in which they were made."""
+        return list(self._queues.streams)
+
     def hold_up(self, stream: Stream) -> None:
         """Carry nothing out on a stream; whoever would wait for it gets `HostWaits`."""
         self._queue(stream).held_up = True
@@ -305,11 +318,29 @@ class FakeDevice:
 
     # Within.
 
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Torch calls are on a stream of ours."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def _on_no_stream(self, text: str) -> None:
+        if not self._depth:
+            self._fault(text)
+
     def _push(
         self, queue: Queue, what: str, run: Callable[[], object], reads: Ranges, writes: Ranges
     ) -> None:
         self._numbered(queue, what, reads, writes)
-        work = Work(what, run, reads, writes, lambda: poison(writes))
+
+        def carried_out() -> None:
+            with self._inside():
+                run()
+
+        work = Work(what, carried_out, reads, writes, lambda: poison(writes))
         self._queues.push(queue, work)
 
     def _numbered(self, queue: Queue, what: str, reads: Ranges, writes: Ranges) -> None:

@@ -107,6 +107,24 @@ class Queued(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return flat.as_strided(argument.shape, argument.stride(), argument.storage_offset())
 
 
+class OnNoStream(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells of calls that touch device memory on no stream of ours: torch would take its own."""
+
+    def __init__(self, tell: Callable[[str], None], calls: Calls) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tell = tell
+        self._calls = calls
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        reads, writes = _touched(func, args, kwargs)
+        if not func.is_view and any(self._calls.is_device(each) for each in reads + writes):
+            self._tell(f"{func} touches device memory on no stream of this device")
+        return func(*args, **kwargs)
+
+
 def _touched(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -1,0 +1,435 @@
+"""Short scenes on a device model: each shows one thing that a decoder or a source must keep.
+
+A scene ends quietly, or raises `Broken` or what the code or the device model raised. They are the
+instances of the bugs in `headrace.testing.device_bugs`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from typing import Final
+
+from headrace.backends.base import CopyTuning, Entry, HostRange, Reservation, SlotView
+from headrace.backends.cpu import CpuDecoder
+from headrace.backends.cuda import CudaDecoder
+from headrace.backends.cuda_source import CudaEngine
+from headrace.backends.pinning import PROBE_NBYTES, Pins
+from headrace.backends.torch import TorchEngine
+from headrace.engine.device import Stream
+from headrace.engine.host import HostMemory
+from headrace.engine.loading import LoadedModel
+from headrace.errors import Cancelled, HeadraceError, LocalProtocolError
+from headrace.geometry import Layout
+from headrace.messages import Route
+from headrace.plan import compile_plan
+from headrace.testing.conformance_decoder import Prompt
+from headrace.testing.fake.device import FakeDevice
+from headrace.testing.sinks import MemorySink, ask, region_bytes
+
+CONTEXT: Final = 64
+NUM_TOKENS: Final = 40
+FED: Final = (1, 2, 0)
+COPIES: Final = CopyTuning(4096, 16384, 4096)
+KEEP_NBYTES: Final = 1 << 20
+
+
+class Broken(HeadraceError):
+    """What a scene is to show does not hold."""
+
+
+class Ground:
+    """A small model with sliding layers, and what is right, computed without a device."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.model = model
+        self.rows = lru_cache(maxsize=None)(self._rows)
+        self.cells = lru_cache(maxsize=None)(self._cells)
+
+    @contextmanager
+    def decoder(
+        self, lanes: int = 1, *, all_pinned: bool = True, keep_nbytes: int = 0, seed: int = 0
+    ) -> Iterator[tuple[CudaDecoder, FakeDevice]]:
+        """A decoder on a device model of its own."""
+        device = FakeDevice(all_pinned=all_pinned, seed=seed)
+        decoder = CudaDecoder(
+            self.model, lanes, CONTEXT, device, copies=COPIES, keep_nbytes=keep_nbytes
+        )
+        try:
+            with device.watched():
+                yield decoder, device
+        finally:
+            with suppress(HeadraceError):
+                decoder.close()
+
+    def _rows(self, layout: Layout, seed: int) -> list[bytes]:
+        """The rows of logits of `FED` after a prompt."""
+        decoder = CpuDecoder(self.model, 1, CONTEXT)
+        prompt = prompt_of(decoder, layout, seed)
+        reservation = decoder.reserve(NUM_TOKENS)
+        decoder.begin_import(reservation, prompt.view, prompt.copies())
+        rows = decode(decoder, decoder.publish(reservation))
+        decoder.close()
+        return rows
+
+    def _cells(self, route: Route) -> tuple[dict[tuple[int, int], bytes], bytes]:
+        """The cells and the logits of `TOKENS`."""
+        engine = TorchEngine(self.model, CONTEXT)
+        sink = sink_of(engine, route)
+        engine.prefill_stream(TOKENS, sink)
+        engine.close()
+        return sink.cells(), sink.logits or b""
+
+
+TOKENS: Final = tuple(range(3, 3 + NUM_TOKENS))
+
+
+def prompt_of(decoder: CpuDecoder | CudaDecoder, layout: Layout = "head_major", seed: int = 0) -> Prompt:
+    return Prompt(decoder, layout, NUM_TOKENS, CONTEXT, seed)
+
+
+def sink_of(engine: TorchEngine | CudaEngine, route: Route, cancel_at: int | None = None) -> MemorySink:
+    manifest = engine.manifest()
+    plan = compile_plan(manifest, "head_major", NUM_TOKENS, CONTEXT)
+    return MemorySink(plan, ask(NUM_TOKENS, route), cancel_at=cancel_at)
+
+
+def decode(decoder: CpuDecoder | CudaDecoder, entry: Entry) -> list[bytes]:
+    return [bytes(decoder.decode_step([(entry, token)])[0].cast("B")) for token in FED]
+
+
+def landed(decoder: CudaDecoder, held: Reservation | Entry, prompt: Prompt) -> bool:
+    """Whether a lane holds a prompt's cells."""
+    return all(
+        bytes(decoder.read(held, prompt.plan.layout, copy))
+        == region_bytes(prompt.view.buffer, copy.source)
+        for copy in prompt.copies()
+    )
+
+
+def check(good: bool, text: str) -> None:
+    if not good:
+        raise Broken(text)
+
+
+def fenced(decoder: CudaDecoder, prompt: Prompt) -> Reservation:
+    """A reservation in which a prompt has landed."""
+    reservation = decoder.reserve(NUM_TOKENS)
+    fence = decoder.begin_import(reservation, prompt.view, prompt.copies())
+    while not fence.done():
+        pass
+    return reservation
+
+
+def stream_of(device: FakeDevice, name: str) -> Stream:
+    return next(stream for stream in device.streams if stream.name == name)
+
+
+# The decoder.
+
+
+def decode_waits(ground: Ground) -> None:
+    """Published while its copies are queued, it decodes after them, and the host does not wait."""
+    layouts: tuple[Layout, ...] = ("head_major", "token_major")
+    for layout in layouts:
+        with ground.decoder() as (decoder, device):
+            prompt = prompt_of(decoder, layout)
+            for name in ("import", "layout"):
+                device.hold_up(stream_of(device, name))
+            reservation = decoder.reserve(NUM_TOKENS)
+            decoder.begin_import(reservation, prompt.view, prompt.copies())
+            entry = decoder.publish(reservation)
+            for name in ("import", "layout"):
+                device.go_on(stream_of(device, name))
+            check(decode(decoder, entry) == ground.rows(layout, 0), f"{layout}: decodes otherwise")
+
+
+def decode_waits_for_its_own(ground: Ground) -> None:
+    """Decode waits for no other lane's copies."""
+    with ground.decoder(2) as (decoder, device):
+        entry = decoder.publish(fenced(decoder, prompt_of(decoder)))
+        device.hold_up(stream_of(device, "layout"))
+        other = decoder.reserve(NUM_TOKENS)
+        prompt = prompt_of(decoder, "token_major", 1)
+        fence = decoder.begin_import(other, prompt.view, prompt.copies())
+        decode(decoder, entry)
+        device.go_on(stream_of(device, "layout"))
+        while not fence.done():
+            pass
+        check(landed(decoder, other, prompt), "the other lane's cells are wrong")
+
+
+def fences_tell(ground: Ground) -> None:
+    """A fence is done when the slot may be written again, not before, and keeps it till then."""
+    layouts: tuple[Layout, ...] = ("head_major", "token_major")
+    for layout in layouts:
+        with ground.decoder() as (decoder, device):
+            prompt = prompt_of(decoder, layout)
+            wanted = prompt.cells()
+            slot = _Slot(prompt.view.buffer)
+            view = SlotView(memoryview(slot), slot.address, layout)
+            reservation = decoder.reserve(NUM_TOKENS)
+            device.hold_up(stream_of(device, "import"))
+            fence = decoder.begin_import(reservation, view, prompt.copies())
+            alive = weakref.ref(slot)
+            del view, slot
+            check(not any(fence.done() for _ in range(50)), "a fence of copies that are held up")
+            check(alive() is not None, "nothing keeps the slot that is copied from")
+            device.go_on(stream_of(device, "import"))
+            while not fence.done():
+                pass
+            kept = alive()
+            if kept is not None:
+                kept[:] = bytes(len(kept))
+            found = {
+                (copy.layer, copy.part): bytes(decoder.read(reservation, layout, copy))
+                for copy in prompt.copies()
+            }
+            check(found == wanted, f"{layout}: the slot was still read after its fence")
+
+
+def slots_are_let_go(ground: Ground) -> None:
+    """A fence that is done keeps nothing, and its times are in order."""
+    with ground.decoder() as (decoder, device):
+        prompt = prompt_of(decoder)
+        slot = _Slot(prompt.view.buffer)
+        view = SlotView(memoryview(slot), slot.address, "head_major")
+        reservation = decoder.reserve(NUM_TOKENS)
+        fence = decoder.begin_import(reservation, view, prompt.copies())
+        alive = weakref.ref(slot)
+        del view, slot
+        while not fence.done():
+            pass
+        check(alive() is None, "a fence that is done keeps the slot")
+        times = fence.times()
+        check(times.begun_ns < times.ended_ns, f"the copies ran from {times}")
+
+
+def lanes_are_reused(ground: Ground) -> None:
+    """What comes into a lane next comes after what compute still reads of it."""
+    with ground.decoder() as (decoder, _):
+        for seed in range(3):
+            entry = decoder.publish(fenced(decoder, prompt_of(decoder, "head_major", seed)))
+            check(decode(decoder, entry) == ground.rows("head_major", seed), "decodes otherwise")
+            decoder.free(entry)
+
+
+def lanes_are_quiet(ground: Ground) -> None:
+    """A lane with copies in flight is not freed."""
+    with ground.decoder() as (decoder, device):
+        prompt = prompt_of(decoder)
+        reservation = decoder.reserve(NUM_TOKENS)
+        device.hold_up(stream_of(device, "import"))
+        decoder.begin_import(reservation, prompt.view, prompt.copies())
+        try:
+            decoder.free(reservation)
+        except LocalProtocolError:
+            pass
+        else:
+            raise Broken("a lane was freed with copies in flight")
+        device.go_on(stream_of(device, "import"))
+        device.synchronize()
+        decoder.free(reservation)
+
+
+def ring_is_fenced(ground: Ground) -> None:
+    """Cells that go through the ring land, whatever the order of the two streams."""
+    for seed in range(4):
+        with ground.decoder(seed=seed) as (decoder, _):
+            prompt = prompt_of(decoder, "token_major", seed)
+            check(landed(decoder, fenced(decoder, prompt), prompt), "other cells landed")
+
+
+def reads_wait(ground: Ground) -> None:
+    """Reading comes after what decode does to a lane, and gives what landed."""
+    with ground.decoder() as (decoder, _):
+        prompt = prompt_of(decoder)
+        entry = decoder.publish(fenced(decoder, prompt))
+        check(landed(decoder, entry, prompt), "other cells are read when published")
+        decode(decoder, entry)
+        full = [copy for copy in prompt.copies() if copy.start == 0]
+        for copy in full:
+            wanted = region_bytes(prompt.view.buffer, copy.source)
+            got = bytes(decoder.read(entry, "head_major", copy))
+            check(got == wanted, "other cells are read after decode")
+
+
+def entries_are_kept(ground: Ground) -> None:
+    """What is kept outlives the decode of its entry, and who goes on from it has its cells."""
+    with ground.decoder(2, keep_nbytes=KEEP_NBYTES) as (decoder, _):
+        prompt = prompt_of(decoder)
+        entry = decoder.publish(fenced(decoder, prompt))
+        decode(decoder, entry)
+        decoder.free(entry)  # its memory was used before, by compute too
+        entry = decoder.publish(fenced(decoder, prompt))
+        kept = decoder.keep(entry)
+        check(decode(decoder, entry) == ground.rows("head_major", 0), "a kept entry decodes so")
+        again = decoder.reserve_from(kept, NUM_TOKENS, NUM_TOKENS)
+        decoder.evict(kept)
+        other = decoder.publish(again)
+        check(decode(decoder, other) == ground.rows("head_major", 0), "what goes on decodes so")
+
+
+def closing_drains(ground: Ground) -> None:
+    """Closed with copies queued from a pinned slab, it is unpinned after them."""
+    with ground.decoder(all_pinned=False) as (decoder, device):
+        prompt = prompt_of(decoder)
+        slab = HostMemory(len(prompt.view.buffer))
+        slab.view[:] = prompt.view.buffer
+        decoder.register(HostRange(slab.address, slab.nbytes))
+        reservation = decoder.reserve(NUM_TOKENS)
+        view = SlotView(slab.view, slab.address, "head_major")
+        decoder.begin_import(reservation, view, prompt.copies())
+        check(device.counts["pageable_copies"] == 0, "a registered slab is copied as pageable")
+        decoder.close()
+        decoder.unregister(HostRange(slab.address, slab.nbytes))
+        check(device.statistics()["registered_nbytes"] == 0, "a slab is pinned still")
+        device.unmapped(slab.address, slab.nbytes)
+    check(not device.faults, "; ".join(device.faults))
+
+
+# Pinned memory.
+
+
+def pinning_may_fail(ground: Ground) -> None:
+    """However registration fails: copies go on, it is said once, and the device works."""
+    slabs = [HostMemory(4 * PROBE_NBYTES) for _ in range(3)]
+    for first_failing in range(1, 9):
+        device = FakeDevice(pin_fails=lambda n, _, first=first_failing: n >= first)  # type: ignore[misc]
+        pins = Pins(device, read_only=True)
+        said = _said(lambda pins=pins: [pins.register(_range(slab)) for slab in slabs])  # type: ignore[misc]
+        device.record(device.compute)
+        failures = pins.statistics()["pin_failures"]
+        check(said == (1 if failures else 0), f"said {said} times, {failures} failures")
+        pinned = pins.statistics()["pinned_nbytes"]
+        check(pinned == device.statistics()["registered_nbytes"], f"{pinned} bytes pinned")
+        check(pinned == slabs[0].nbytes * (3 - failures), f"{failures} failures, {pinned} bytes")
+        for slab in slabs:
+            pins.unregister(_range(slab))
+            device.unmapped(slab.address, slab.nbytes)
+        device.close()
+        check(not device.faults, "; ".join(device.faults))
+
+
+def small_is_tried_first(ground: Ground) -> None:
+    """A small piece is registered before the whole, for reading only before for all."""
+    tried: list[int] = []
+
+    def fails(ordinal: int, nbytes: int) -> bool:
+        tried.append(nbytes)
+        return True
+
+    slab = HostMemory(4 * PROBE_NBYTES)
+    pins = Pins(FakeDevice(pin_fails=fails), read_only=True)
+    _said(lambda: pins.register(_range(slab)))
+    check(bool(tried) and max(tried) == PROBE_NBYTES, f"tried {tried} bytes where nothing pins")
+    device = FakeDevice(pins_read_only=False)
+    pins = Pins(device, read_only=True)
+    pins.register(_range(slab))
+    check(pins.statistics()["pinned_nbytes"] == slab.nbytes, "no other way than for reading only")
+    pins.close()
+    device.close()
+
+
+# The source.
+
+
+def cells_are_announced(ground: Ground) -> None:
+    """What is announced has landed, on every route, and so have the logits."""
+    for route in ("streamed", "whole"):
+        for seed in range(2):
+            with _engine(ground, seed) as (engine, device):
+                sink = sink_of(engine, route)
+                engine.prefill_stream(TOKENS, sink)
+                cells, logits = ground.cells(route)
+                told = {key: b"" for key in cells}
+                for (layer, part, *_), nbytes in (x for s in sink.snapshots for x in s.items()):
+                    told[layer, part] = nbytes
+                check(told == cells, f"{route}: announced before it was there")
+                check(sink.cells() == cells, f"{route}: other cells")
+                check(sink.logits == logits, f"{route}: other logits")
+            check(not device.faults, "; ".join(device.faults))
+
+
+def cancels_leave_the_slot(ground: Ground) -> None:
+    """When a cancelled prefill returns, no copy is on its way into the slot."""
+    for cancel_at in range(1, 12):
+        with _engine(ground, cancel_at) as (engine, device):
+            sink = sink_of(engine, "streamed", cancel_at)
+            with suppress(Cancelled):
+                engine.prefill_stream(TOKENS, sink)
+            address = _address(sink.buffer)
+            device.unmapped(address, len(sink.buffer))
+            after = sink_of(engine, "streamed")
+            engine.prefill_stream(TOKENS, after)
+            check(after.cells() == ground.cells("streamed")[0], "the next prefill is wrong")
+
+
+SCENES: Final[Mapping[str, Callable[[Ground], None]]] = {
+    each.__name__: each
+    for each in (
+        decode_waits,
+        decode_waits_for_its_own,
+        fences_tell,
+        slots_are_let_go,
+        lanes_are_reused,
+        lanes_are_quiet,
+        ring_is_fenced,
+        reads_wait,
+        entries_are_kept,
+        closing_drains,
+        pinning_may_fail,
+        small_is_tried_first,
+        cells_are_announced,
+        cancels_leave_the_slot,
+    )
+}
+
+
+class _Slot(bytearray):
+    """Memory that tells when nobody holds it any more."""
+
+    @property
+    def address(self) -> int:
+        return _address(memoryview(self))
+
+
+def _address(buffer: memoryview) -> int:
+    import ctypes
+
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def _range(memory: HostMemory) -> HostRange:
+    return HostRange(memory.address, memory.nbytes)
+
+
+@contextmanager
+def _engine(ground: Ground, seed: int) -> Iterator[tuple[CudaEngine, FakeDevice]]:
+    device = FakeDevice(all_pinned=True, seed=seed)
+    engine = CudaEngine(ground.model, CONTEXT, device)
+    try:
+        with device.watched():
+            yield engine, device
+    finally:
+        with suppress(HeadraceError):
+            engine.close()
+
+
+def _said(act: Callable[[], object]) -> int:
+    """How many warnings a call logs."""
+    said: list[logging.LogRecord] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = said.append  # type: ignore[method-assign]
+    log = logging.getLogger("headrace.device")
+    log.addHandler(listener)
+    passed, log.propagate = log.propagate, False
+    try:
+        act()
+    finally:
+        log.removeHandler(listener)
+        log.propagate = passed
+    return len(said)

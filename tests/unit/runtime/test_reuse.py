@@ -1,0 +1,111 @@
+"""Who computes the rest of a prompt: the way that is expected to publish first, and why."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from headrace.backends.base import Kept
+from headrace.geometry import Full
+from headrace.messages import MAX_CHOICE_TEXT
+from headrace.runtime.prefix import Found, KeptPrompt, Schedule
+from headrace.runtime.reuse import NOTHING, Sides, Speeds, Way, as_told, choose, ways
+from tests.unit.protocol.builders import make_plan
+
+N = 1000
+ROW = 100.0
+UNKNOWN = Speeds(None, None, None, None)
+SPEEDS = Speeds(source_ns=1e9, position_ns=1e6, carry_ns_per_byte=100.0, copy_ns_per_byte=10.0)
+
+
+def found(positions: int, num_tokens: int | None = None) -> Found:
+    kept = Kept(1, num_tokens or positions, 0, 1000, 0)
+    schedule = Schedule("model", "float32", "torch {}", 0, ())
+    tokens = array("I", range(kept.num_tokens))
+    return Found(KeptPrompt(kept, schedule, tokens, make_plan(4, Full()), b"", None), positions)
+
+
+def taken(positions: int, sides: Sides, speeds: Speeds = SPEEDS) -> tuple[Way, str]:
+    offers = [found(positions)] if positions else []
+    return choose(ways(offers, sides, speeds, N, ROW))
+
+
+def test_a_prompt_that_is_all_kept_needs_nobody() -> None:
+    for sides in (Sides("none", False), Sides("own_cache", True)):
+        way, reason = taken(N, sides, UNKNOWN)
+        assert (way.remainder, way.found is not None) == ("none", True)
+        assert reason == "all 1000 positions are kept"
+
+
+def test_without_anything_kept_all_is_prefilled() -> None:
+    way, reason = taken(0, Sides("own_cache", True))
+    assert (way.found, way.remainder, reason) == (None, "source", NOTHING)
+
+
+def test_a_source_that_can_do_neither_prefills_all() -> None:
+    way, _ = taken(900, Sides("none", False))
+    assert way.found is None
+
+
+def test_to_recompute_saves_the_transfer_only() -> None:
+    recompute, again, cold = [
+        *ways([found(900)], Sides("recompute", False), SPEEDS, N, ROW),
+        *ways([], Sides("recompute", False), SPEEDS, N, ROW),
+    ]
+    assert again.ns == cold.ns == 1e9 + 100.0 * ROW * N
+    assert recompute.ns == 1e9 + 100.0 * ROW * 100
+    way, reason = taken(900, Sides("recompute", False))
+    assert way.remainder == "source"
+    assert "computes all 1000 again and sends 100" in reason
+    assert "1001.0 ms" in reason
+    assert "1010.0 ms" in reason
+
+
+def test_an_own_cache_saves_compute_too() -> None:
+    (way, _), (other, _) = (taken(900, Sides(use, False)) for use in ("own_cache", "recompute"))
+    assert way.ns is not None
+    assert other.ns is not None
+    assert way.ns < 0.2 * other.ns
+
+
+@pytest.mark.parametrize(("positions", "who"), [(999, "owner"), (900, "owner"), (100, "source")])
+def test_the_owner_computes_what_is_short_enough(positions: int, who: str) -> None:
+    speeds = SPEEDS._replace(position_ns=2e6)
+    way, reason = taken(positions, Sides("recompute", True), speeds)
+    assert (way.remainder, way.found is not None) == (who, True), reason
+
+
+def test_what_costs_more_than_it_saves_is_left() -> None:
+    """A copy within the decoder that is slower than the source's way to it."""
+    offers = [found(900, num_tokens=950)]
+    speeds = SPEEDS._replace(copy_ns_per_byte=1000.0)
+    way, reason = choose(ways(offers, Sides("recompute", False), speeds, N, ROW))
+    assert way.found is None
+    assert "a prefill of all 1000" in reason
+
+
+def test_what_is_taken_over_as_it_lies_costs_no_copy() -> None:
+    speeds = SPEEDS._replace(copy_ns_per_byte=1000.0)
+    way, _ = choose(ways([found(900)], Sides("recompute", False), speeds, N, ROW))
+    assert way.found is not None
+
+
+def test_of_what_is_unknown_a_source_that_sends_less_is_taken_and_an_owner_is_not() -> None:
+    way, reason = taken(900, Sides("recompute", True), UNKNOWN)
+    assert (way.remainder, "nothing is known of its speed yet" in reason) == ("source", True)
+    way, reason = taken(900, Sides("none", True), UNKNOWN)
+    assert (way.found, "nothing is known yet" in reason) == (None, True)
+
+
+def test_an_owner_of_unknown_speed_is_not_assumed_to_be_fast() -> None:
+    way, _ = taken(999, Sides("recompute", True), SPEEDS._replace(position_ns=None))
+    assert way.remainder == "source"
+
+
+def test_what_is_told_fits_its_message() -> None:
+    way, _ = taken(900, Sides("recompute", False))
+    told = as_told(way, "x" * 1000)
+    assert (told.positions, told.remainder) == (900, "source")
+    assert len(told.reason) == MAX_CHOICE_TEXT
+    assert as_told(taken(0, Sides("none", False))[0], "").positions == 0
