@@ -52,6 +52,23 @@ class TestTorchHybrid(TestTorchLlama):
     family: ClassVar[str] = "gemma3"
 
 
+class TestTorchOwnCache(TestTorchLlama):
+    """Goes on from earlier prompts where it may: the bytes are the same."""
+
+    lengths: ClassVar[Sequence[int]] = (1, 33)
+    group_sizes: ClassVar[Sequence[int]] = (3,)
+
+    def make_engine(self) -> PrefillEngine:
+        torch_backend = pytest.importorskip("headrace.backends.torch")
+        options = {"model": str(directory_of(self.family)), "own_cache_nbytes": 1 << 22}
+        engine: PrefillEngine = torch_backend.open(options)
+        return engine
+
+
+class TestTorchOwnCacheHybrid(TestTorchOwnCache):
+    family: ClassVar[str] = "gemma3"
+
+
 class TestTorchShared(TestTorchLlama):
     family: ClassVar[str] = "gemma4_shared"
     lengths: ClassVar[Sequence[int]] = (1, 33)

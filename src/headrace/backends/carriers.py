@@ -23,7 +23,8 @@ class Carrier(Protocol):
     def carry(self, writer: SpanWriter, layer: int, states: States, start: int) -> None:
         """Copy the states of a layer, positions from `start`, into the writer's cells of it.
 
-        What both have is copied. The states may be overwritten or let go once this returns.
+        What both have is copied. The states may be overwritten or let go once this returns. They
+        were made before the first call of this since the last `computed`.
         """
 
     def commit(self, writer: SpanWriter) -> None:

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from msgspec import Meta, Struct
 
 from headrace.backends.base import Caps, Done, Entry, Reservation, SlotView
 from headrace.backends.keeping import ContinuingEngine, KeepsInLanes, extra_storages
 from headrace.backends.lane_table import LaneTable
 from headrace.backends.options import read_options
-from headrace.engine.batching import Batching, Fed
+from headrace.backends.stepping import decode_lanes
+from headrace.engine.batching import Batching
 from headrace.engine.capacity import require_memory
 from headrace.engine.host import copy_rows
 from headrace.engine.lanes import lane_nbytes
@@ -106,6 +106,11 @@ class CpuDecoder(KeepsInLanes):
         self._lanes = LaneTable(self._layers, context, lanes, extra=extra)
         self._batching = Batching(model, self._layers, decode_batch) if decode_batch > 1 else None
 
+    @property
+    def rows_alike(self) -> bool:
+        """Whether it is the same which row of a batch an entry has, as far as a probe can tell."""
+        return self._batching is None or self._batching.rows_alike
+
     def manifest(self) -> Manifest:
         return self._manifest
 
@@ -171,21 +176,7 @@ class CpuDecoder(KeepsInLanes):
         """
         if self._model is None:
             raise Closed("the cpu decoder was closed")
-        lanes = self._lanes.decoding([entry for entry, _ in active])
-        for _, token in active:
-            self._model.check_tokens((token,))
-        before = [lane.length for lane in lanes]
-        fed = [Fed(entry, lane, token) for lane, (entry, token) in zip(lanes, active, strict=True)]
-        try:
-            if self._batching is None:
-                logits = [_decode_alone(self._model, each) for each in fed]
-            else:
-                logits = self._batching.step(fed)
-            return [row.numpy().data for row in logits]
-        except BaseException:
-            for lane, length in zip(lanes, before, strict=True):
-                lane.rewind(length)
-            raise
+        return decode_lanes(self._model, self._lanes, self._batching, active)
 
     def prefill_engine(self) -> ContinuingEngine:
         """An engine that computes with this decoder's weights and threads, on what is kept here."""
@@ -200,7 +191,3 @@ class CpuDecoder(KeepsInLanes):
     def close(self) -> None:
         self._model = self._batching = None
         self._lanes.close()
-
-
-def _decode_alone(model: LoadedModel, fed: Fed) -> torch.Tensor:
-    return model.forward(torch.tensor([[fed.token]], dtype=torch.long), fed.lane.cache)

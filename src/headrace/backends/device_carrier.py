@@ -94,11 +94,13 @@ class DeviceCarrier:
         self._held_nbytes = 0
         self._row: torch.Tensor | None = None
         self._row_copied: Event | None = None
+        self._made: Event | None = None  # what is carried next was made before this one
         self._ready_ns = self._checked_ns = 0
         self._told = device.record(device.compute)  # what was computed by then is announced
 
     def computed(self) -> None:
-        self._sink.check()
+        self._check(time.monotonic_ns())
+        self._made = None
         self._layers.append(self._device.record(self._device.compute))
         if len(self._layers) > LAYERS_AHEAD:
             self._wait_for(self._layers.popleft())
@@ -113,15 +115,16 @@ class DeviceCarrier:
         if not pieces:
             return
         device, side = self._device, self._side
-        computed = device.record(device.compute)  # only now: some pieces were made just here
-        device.wait(side, computed)
+        if self._made is None:
+            self._made = device.record(device.compute)
+            device.wait(side, self._made)
         writing = self._writing.get(id(writer))
         if writing is None:
             begun = device.record(side)
-            writing = self._writing[id(writer)] = _Writing(writer, begun, computed, begun)
+            writing = self._writing[id(writer)] = _Writing(writer, begun, self._made, begun)
         for piece in pieces:
             self._copy(piece)
-        writing.computed, writing.copied = computed, device.record(side)
+        writing.computed, writing.copied = self._made, device.record(side)
         self._enqueue(_Queued(writing.copied, pieces))
         while self._held_nbytes > MOST_HELD_NBYTES:
             self._wait_for(self._queue[0].copied)
@@ -170,9 +173,12 @@ class DeviceCarrier:
         while not event.done():
             now_ns = time.monotonic_ns()
             if now_ns - self._checked_ns >= CHECK_EVERY_NS:
-                self._checked_ns = now_ns
-                self._sink.check()
+                self._check(now_ns)
             self._poll()
+
+    def _check(self, now_ns: int) -> None:
+        self._checked_ns = now_ns
+        self._sink.check()
 
     def _poll(self) -> None:
         if not self._ready_ns and self._row_copied is not None and self._row_copied.done():
@@ -198,43 +204,43 @@ class DeviceCarrier:
         last = min(place.stop, start + states.shape[1])
         if first >= last:
             return None
-        mine = states[:, first - start : last - start].to(dtype_of(self._part_of(place)))
+        mine = states[:, first - start : last - start]
         if self._sink.plan.layout == "token_major":
-            return _Piece(place, first, mine.transpose(0, 1).contiguous())
-        return _Piece(place, first, mine if _may_be_held(mine) else _copy_of(mine))
+            mine = mine.transpose(0, 1)
+        dtype = dtype_of(self._part_of(place))
+        if mine.dtype == dtype and _may_be_held(mine):
+            return _Piece(place, first, mine)
+        self._made = None  # for it is made here, on the compute stream
+        made = torch.empty(mine.shape, dtype=dtype, device=mine.device)
+        return _Piece(place, first, made.copy_(mine))
 
     def _copy(self, piece: _Piece) -> None:
         place, first, states = piece
-        part, plan = self._part_of(place), self._sink.plan
-        check_region(place.region, part, place.stop - place.start, plan.layout, place.buffer.nbytes)
-        address = np.frombuffer(place.buffer, np.uint8).ctypes.data + place.region.offset
-        if plan.layout == "token_major":
-            num_rows, before = 1, part.row_nbytes
+        part, layout = self._part_of(place), self._sink.plan.layout
+        check_region(place.region, part, place.stop - place.start, layout, place.buffer.nbytes)
+        begin = np.frombuffer(place.buffer, np.uint8).ctypes.data + place.region.offset
+        if layout == "token_major":
+            target = Rows(begin + (first - place.start) * part.row_nbytes, part.row_nbytes)
         else:
-            num_rows, before = part.heads, part.head_nbytes
-        row_nbytes = states.nbytes // num_rows
-        target = Rows(address + (first - place.start) * before, place.region.stride or row_nbytes)
+            target = Rows(begin + (first - place.start) * part.head_nbytes, place.region.stride)
         source = Rows(states.data_ptr(), states.stride(0) * states.element_size())
-        self._device.copy(self._side, target, source, row_nbytes, num_rows)
+        num_rows = states.shape[0]
+        self._device.copy(self._side, target, source, states.nbytes // num_rows, num_rows)
 
     def _part_of(self, place: Cells) -> Part:
         return self._sink.plan.layers[place.layer].parts[place.part]
 
 
 def _may_be_held(states: torch.Tensor) -> bool:
-    """Whether each head is one row of bytes, and at least half of what holding them pins is theirs.
+    """Whether each of the first dimension is a row of bytes, and at least half of what holding them
+    pins is theirs.
 
     Rows of the last positions are a view of all positions, which the cache lets go of.
     """
-    heads, positions, head_dim = states.shape
-    per_head, per_position, per_number = states.stride()
+    (rows, many, numbers), (per_row, per_one, per_number) = states.shape, states.stride()
     in_rows = (
-        (heads == 1 or per_head >= positions * head_dim)
-        and (positions == 1 or per_position == head_dim)
-        and (head_dim == 1 or per_number == 1)
+        (rows == 1 or per_row >= many * numbers)
+        and (many == 1 or per_one == numbers)
+        and (numbers == 1 or per_number == 1)
     )
     return in_rows and 2 * states.nbytes >= states.untyped_storage().nbytes()
-
-
-def _copy_of(states: torch.Tensor) -> torch.Tensor:
-    return states.clone(memory_format=torch.contiguous_format)

@@ -88,9 +88,11 @@ def _shape(family: Family, layers: int, window: int) -> dict[str, Any]:
     return shape
 
 
-def random_prompt(num_tokens: int, vocab_size: int) -> list[int]:
-    """Token ids that are the same for the same length; what they are changes no time."""
-    rng = random.Random(num_tokens)
+def random_prompt(num_tokens: int, vocab_size: int, seed: int | None = None) -> list[int]:
+    """Token ids that are the same for the same seed, by default the length; what they are changes
+    no time.
+    """
+    rng = random.Random(num_tokens if seed is None else seed)
     return [rng.randrange(vocab_size) for _ in range(num_tokens)]
 
 

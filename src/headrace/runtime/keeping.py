@@ -76,7 +76,8 @@ class Keeping:
         sides = Sides(_USES[min(uses, default=0)], owner_continues)
         row_nbytes = float(sum(layer.row_nbytes for layer in self._manifest.layers))
         speeds = self._speeds(len(tokens), options.prefill_chunk, costs)
-        way, reason = choose(ways(found, sides, speeds, len(tokens), row_nbytes))
+        offers = ways(found, sides, speeds, len(tokens), row_nbytes)
+        way, reason = choose(offers, owner_is_measured=self._position_ns is not None)
         if way.found is not None and not self.index.pin(way.found.prompt):
             return None, Reuse(0, "source", "more prompts are about to be used than may be kept")
         return way.found, as_told(way, reason)

@@ -10,13 +10,14 @@ of their speed; what is not known is not assumed to be fast.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from headrace.geometry import PrefixUse
 from headrace.messages import MAX_CHOICE_TEXT, Remainder, Reuse, travelling_text
 from headrace.runtime.prefix import Found
 
-NOTHING = "no kept prompt begins alike"
+NOTHING: Final = "no kept prompt begins alike"
+MOST_TRIED: Final = 2.0  # of the best other way: what measuring the owner's engine may cost
 
 
 class Way(NamedTuple):
@@ -34,9 +35,10 @@ class Way(NamedTuple):
 class Speeds(NamedTuple):
     """What is known of one owner and its sources, in ns; None where nothing is.
 
-    source_ns: to compute the whole prompt at the source. position_ns: to compute one position by
-    the owner's own engine, at most. carry_ns_per_byte: to write and import cells.
-    copy_ns_per_byte: to copy cells within the decoder.
+    source_ns: to compute the whole prompt at the source. position_ns: to compute one position of a
+    remainder by the owner's own engine; until one was measured it is that of a decode step, which
+    it is at most. carry_ns_per_byte: to write and import cells. copy_ns_per_byte: to copy cells
+    within the decoder.
     """
 
     source_ns: float | None
@@ -89,11 +91,13 @@ def ways(
     return out
 
 
-def choose(of: Sequence[Way]) -> tuple[Way, str]:
+def choose(of: Sequence[Way], *, owner_is_measured: bool = True) -> tuple[Way, str]:
     """The way that is expected to publish first, and why.
 
-    Where the time of a prefill of all is not known, a source that has less to send is still taken,
-    since it does no more than that; an owner's remainder is not, since it may take for ever.
+    An owner whose engine was not measured yet is tried where even so many decode steps would take
+    no more than MOST_TRIED times the best other way. Where the time of a prefill of all is not
+    known, a source that has less to send is still taken, since it does no more than that; an
+    owner's remainder is not, since it may take for ever.
     """
     *others, cold = of
     if not others:
@@ -104,6 +108,11 @@ def choose(of: Sequence[Way]) -> tuple[Way, str]:
             return sent[0], f"{sent[0].text}; nothing is known of its speed yet"
         return cold, f"nothing is known yet of how long {others[0].text.removeprefix('the ')} takes"
     known = [way for way in of if way.ns is not None]
+    if not owner_is_measured:
+        least_ns = min(way.ns or 0.0 for way in known if way.remainder != "owner")
+        for way in known:
+            if way.remainder == "owner" and (way.ns or 0.0) <= MOST_TRIED * least_ns:
+                return way, f"{way.text}, to be measured: at most {_ms(way.ns)}"
     best = min(known, key=lambda way: way.ns or 0.0)
     least = min((w for w in known if w is not best), key=lambda way: way.ns or 0.0, default=None)
     text = f"{best.text}: {_ms(best.ns)}"

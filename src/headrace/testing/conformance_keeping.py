@@ -48,10 +48,11 @@ class KeepingConformance(DecoderConformance):
     def test_what_is_kept_is_counted(self) -> None:
         with self._keeper() as keeper:
             require(keeper.keeps_nbytes > 0, "it was told to keep nothing")
-            before = keeper.statistics()
             require(keeper.kept_nbytes == 0, f"{keeper.kept_nbytes} bytes are kept of nothing")
             for evicted_first in (True, False):
-                entry, kept = self._kept(keeper, self._prompt(keeper))
+                entry = keeper.publish(self._reserved(keeper, self._prompt(keeper)))
+                before = keeper.statistics()
+                kept = keeper.keep(entry)
                 require(kept.num_tokens == entry.num_tokens, f"{entry} was kept as {kept}")
                 require(keeper.kept_nbytes == kept.nbytes, "a memory that a lane uses is counted")
                 require(keeper.statistics() != before, "statistics do not tell what is kept")
@@ -86,24 +87,32 @@ class KeepingConformance(DecoderConformance):
                 keeper.evict(kept)
 
     def test_kept_cells_are_shared_while_the_entry_decodes(self) -> None:
+        """By another entry of the same prompt: neither changes what the other decodes."""
         with self._keeper() as keeper:
             if keeper.caps.max_lanes < 2:
                 return
             for prompt, text in self._prompts(keeper):
                 entry, kept = self._kept(keeper, prompt)
-                rows = self._rows(keeper, entry)
-                for _ in range(2):
+                first, then = self._rows(keeper, entry), self._rows(keeper, entry)
+                keeper.free(entry)
+                keeper.evict(kept)
+                entry, kept = self._kept(keeper, prompt)
+                for rows in (first, then):
                     again = self._again(keeper, kept)
-                    require(
-                        landed_cells(keeper, again, prompt) == prompt.cells(),
-                        f"{text}: other cells",
-                    )
+                    same = landed_cells(keeper, again, prompt) == prompt.cells()
+                    require(same, f"{text}: other cells")
                     if keeper.caps.decode_batch == 1:
-                        require(self._rows(keeper, again) == rows, f"{text}: decodes otherwise")
+                        require(self._rows(keeper, again) == first, f"{text}: decodes otherwise")
                     self._decode_on(keeper, again)
+                    same = self._rows(keeper, entry) == rows
+                    require(same, f"{text}: the entry itself decodes otherwise")
                     keeper.free(again)
                 self._decode_on(keeper, entry)
-                keeper.free(entry)
+                again = self._again(keeper, kept)
+                same = landed_cells(keeper, again, prompt) == prompt.cells()
+                require(same, f"{text}: other cells after the entry's own decode")
+                for each in (again, entry):
+                    keeper.free(each)
                 keeper.evict(kept)
 
     def test_a_longer_prompt_goes_on_from_it(self) -> None:
@@ -123,13 +132,9 @@ class KeepingConformance(DecoderConformance):
                 also = keeper.keep(entry)
                 self._decode_on(keeper, entry)
                 keeper.free(entry)
-                again = self._again(keeper, also)
-                self._require_joined(keeper, again, (prompt, longer), f"{text}, kept")
-                keeper.free(again)
-                again = self._again(keeper, kept)
-                same = landed_cells(keeper, again, prompt) == prompt.cells()
-                require(same, f"{text}: changed by what goes on from it")
-                keeper.free(again)
+                for _ in range(2):
+                    self._require_again(keeper, also, (prompt, longer), f"{text}, kept")
+                    self._require_again(keeper, kept, (prompt, prompt), f"{text}, gone on from")
                 keeper.evict(kept)
                 keeper.evict(also)
 
@@ -146,6 +151,10 @@ class KeepingConformance(DecoderConformance):
                     if not keeper.can_reuse(kept, positions):
                         refused(f"{text}: positions [0, {positions})", reserve)
                         continue
+                    for layer in prompt.plan.layers:
+                        first = live_window(layer, positions)[0]
+                        there = first >= live_window(layer, num_tokens)[0]
+                        require(there, f"{text}: {layer.name} never had position {first}")
                     reservation = reserve()
                     self._require_joined(keeper, reservation, (prompt, prompt), text)
                     keeper.free(reservation)
@@ -247,7 +256,7 @@ class KeepingConformance(DecoderConformance):
         return [self._decode(keeper, entry, token) for token in TOKENS]
 
     def _decode_on(self, keeper: Keeper, entry: Entry) -> None:
-        room = self.context - entry.num_tokens - len(TOKENS)
+        room = self.context - entry.num_tokens - 2 * len(TOKENS)
         for _ in range(min(room, self.decoded) if keeper.caps.decodes else 0):
             self._decode(keeper, entry, 1)
 
@@ -256,6 +265,15 @@ class KeepingConformance(DecoderConformance):
     ) -> None:
         rest = Span(0, len(prompt.plan.layers), start, prompt.plan.num_tokens)
         fenced(keeper.begin_import(reservation, prompt.view, prompt.copies(rest)))
+
+    def _require_again(
+        self, keeper: Keeper, kept: Kept, prompts: tuple[Prompt, Prompt], text: str
+    ) -> None:
+        """It comes back as the cells of these prompts, and decodes."""
+        again = self._again(keeper, kept)
+        self._require_joined(keeper, again, prompts, text)
+        self._decode_on(keeper, again)
+        keeper.free(again)
 
     def _require_joined(
         self, keeper: Keeper, held: Held, prompts: tuple[Prompt, Prompt], text: str

@@ -6,6 +6,7 @@ instances of the bugs in `headrace.testing.device_bugs`.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,6 +62,9 @@ class Ground:
         try:
             with device.watched():
                 yield decoder, device
+        except BaseException:
+            device.fail("the scene is over")  # what is queued must not touch what the scene drops
+            raise
         finally:
             with suppress(HeadraceError):
                 decoder.close()
@@ -87,11 +91,15 @@ class Ground:
 TOKENS: Final = tuple(range(3, 3 + NUM_TOKENS))
 
 
-def prompt_of(decoder: CpuDecoder | CudaDecoder, layout: Layout = "head_major", seed: int = 0) -> Prompt:
+def prompt_of(
+    decoder: CpuDecoder | CudaDecoder, layout: Layout = "head_major", seed: int = 0
+) -> Prompt:
     return Prompt(decoder, layout, NUM_TOKENS, CONTEXT, seed)
 
 
-def sink_of(engine: TorchEngine | CudaEngine, route: Route, cancel_at: int | None = None) -> MemorySink:
+def sink_of(
+    engine: TorchEngine | CudaEngine, route: Route, cancel_at: int | None = None
+) -> MemorySink:
     manifest = engine.manifest()
     plan = compile_plan(manifest, "head_major", NUM_TOKENS, CONTEXT)
     return MemorySink(plan, ask(NUM_TOKENS, route), cancel_at=cancel_at)
@@ -148,18 +156,17 @@ def decode_waits(ground: Ground) -> None:
 
 
 def decode_waits_for_its_own(ground: Ground) -> None:
-    """Decode waits for no other lane's copies."""
+    """Decode waits for no other lane's copies, though they were queued before its own."""
     with ground.decoder(2) as (decoder, device):
-        entry = decoder.publish(fenced(decoder, prompt_of(decoder)))
         device.hold_up(stream_of(device, "layout"))
         other = decoder.reserve(NUM_TOKENS)
         prompt = prompt_of(decoder, "token_major", 1)
-        fence = decoder.begin_import(other, prompt.view, prompt.copies())
-        decode(decoder, entry)
+        fence = decoder.begin_import(other, prompt.view, prompt.copies()[:2])
+        entry = decoder.publish(fenced(decoder, prompt_of(decoder)))
+        check(decode(decoder, entry) == ground.rows("head_major", 0), "decodes otherwise")
         device.go_on(stream_of(device, "layout"))
         while not fence.done():
             pass
-        check(landed(decoder, other, prompt), "the other lane's cells are wrong")
 
 
 def fences_tell(ground: Ground) -> None:
@@ -244,48 +251,69 @@ def ring_is_fenced(ground: Ground) -> None:
 
 
 def reads_wait(ground: Ground) -> None:
-    """Reading comes after what decode does to a lane, and gives what landed."""
-    with ground.decoder() as (decoder, _):
-        prompt = prompt_of(decoder)
-        entry = decoder.publish(fenced(decoder, prompt))
-        check(landed(decoder, entry, prompt), "other cells are read when published")
-        decode(decoder, entry)
-        full = [copy for copy in prompt.copies() if copy.start == 0]
-        for copy in full:
-            wanted = region_bytes(prompt.view.buffer, copy.source)
-            got = bytes(decoder.read(entry, "head_major", copy))
-            check(got == wanted, "other cells are read after decode")
+    """What is read is what landed, whoever waits for it at the time."""
+    layouts: tuple[Layout, ...] = ("head_major", "token_major")
+    for layout in layouts:
+        with ground.decoder(2) as (decoder, _):
+            prompt = prompt_of(decoder, layout)
+            reservation = decoder.reserve(NUM_TOKENS)
+            decoder.begin_import(reservation, prompt.view, prompt.copies())
+            check(landed(decoder, reservation, prompt), f"{layout}: other cells were reserved")
+            reservation = decoder.reserve(NUM_TOKENS)
+            decoder.begin_import(reservation, prompt.view, prompt.copies())
+            entry = decoder.publish(reservation)
+            check(landed(decoder, entry, prompt), f"{layout}: other cells were published")
 
 
 def entries_are_kept(ground: Ground) -> None:
     """What is kept outlives the decode of its entry, and who goes on from it has its cells."""
-    with ground.decoder(2, keep_nbytes=KEEP_NBYTES) as (decoder, _):
-        prompt = prompt_of(decoder)
-        entry = decoder.publish(fenced(decoder, prompt))
-        decode(decoder, entry)
-        decoder.free(entry)  # its memory was used before, by compute too
-        entry = decoder.publish(fenced(decoder, prompt))
-        kept = decoder.keep(entry)
-        check(decode(decoder, entry) == ground.rows("head_major", 0), "a kept entry decodes so")
-        again = decoder.reserve_from(kept, NUM_TOKENS, NUM_TOKENS)
-        decoder.evict(kept)
-        other = decoder.publish(again)
-        check(decode(decoder, other) == ground.rows("head_major", 0), "what goes on decodes so")
+    layouts: tuple[Layout, ...] = ("head_major", "token_major")
+    for layout in layouts:
+        with ground.decoder(2, keep_nbytes=KEEP_NBYTES) as (decoder, _):
+            prompt, rows = prompt_of(decoder, layout), ground.rows(layout, 0)
+            entry = decoder.publish(fenced(decoder, prompt))
+            decode(decoder, entry)
+            decoder.free(entry)  # its memory was used before, by compute too
+            reservation = decoder.reserve(NUM_TOKENS)
+            decoder.begin_import(reservation, prompt.view, prompt.copies())
+            entry = decoder.publish(reservation)
+            kept = decoder.keep(entry)
+            check(decode(decoder, entry) == rows, "a kept entry decodes otherwise")
+            again = decoder.reserve_from(kept, NUM_TOKENS, NUM_TOKENS)
+            decoder.evict(kept)
+            check(decode(decoder, decoder.publish(again)) == rows, "what goes on decodes otherwise")
+
+
+def slabs_come_and_go(ground: Ground) -> None:
+    """A slab is pinned until its owner lets it go, and not for longer."""
+    with ground.decoder(all_pinned=False) as (decoder, device):
+        for _ in range(2):
+            prompt = prompt_of(decoder)
+            slab = _slab_of(prompt)
+            decoder.register(_range(slab))
+            reservation = decoder.reserve(NUM_TOKENS)
+            view = SlotView(slab.view, slab.address, "head_major")
+            decoder.begin_import(reservation, view, prompt.copies())
+            entry = decoder.publish(reservation)
+            check(decode(decoder, entry) == ground.rows("head_major", 0), "decodes otherwise")
+            check(device.counts["pageable_copies"] == 0, "a registered slab is copied as pageable")
+            device.synchronize()
+            decoder.free(entry)
+            decoder.unregister(_range(slab))
+            device.unmapped(slab.address, slab.nbytes)
 
 
 def closing_drains(ground: Ground) -> None:
     """Closed with copies queued from a pinned slab, it is unpinned after them."""
     with ground.decoder(all_pinned=False) as (decoder, device):
         prompt = prompt_of(decoder)
-        slab = HostMemory(len(prompt.view.buffer))
-        slab.view[:] = prompt.view.buffer
-        decoder.register(HostRange(slab.address, slab.nbytes))
+        slab = _slab_of(prompt)
+        decoder.register(_range(slab))
         reservation = decoder.reserve(NUM_TOKENS)
         view = SlotView(slab.view, slab.address, "head_major")
         decoder.begin_import(reservation, view, prompt.copies())
-        check(device.counts["pageable_copies"] == 0, "a registered slab is copied as pageable")
         decoder.close()
-        decoder.unregister(HostRange(slab.address, slab.nbytes))
+        decoder.unregister(_range(slab))
         check(device.statistics()["registered_nbytes"] == 0, "a slab is pinned still")
         device.unmapped(slab.address, slab.nbytes)
     check(not device.faults, "; ".join(device.faults))
@@ -380,6 +408,7 @@ SCENES: Final[Mapping[str, Callable[[Ground], None]]] = {
         ring_is_fenced,
         reads_wait,
         entries_are_kept,
+        slabs_come_and_go,
         closing_drains,
         pinning_may_fail,
         small_is_tried_first,
@@ -398,9 +427,13 @@ class _Slot(bytearray):
 
 
 def _address(buffer: memoryview) -> int:
-    import ctypes
-
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def _slab_of(prompt: Prompt) -> HostMemory:
+    slab = HostMemory(len(prompt.view.buffer))
+    slab.view[:] = prompt.view.buffer
+    return slab
 
 
 def _range(memory: HostMemory) -> HostRange:
@@ -414,6 +447,9 @@ def _engine(ground: Ground, seed: int) -> Iterator[tuple[CudaEngine, FakeDevice]
     try:
         with device.watched():
             yield engine, device
+    except BaseException:
+        device.fail("the scene is over")
+        raise
     finally:
         with suppress(HeadraceError):
             engine.close()

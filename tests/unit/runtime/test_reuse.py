@@ -103,6 +103,15 @@ def test_an_owner_of_unknown_speed_is_not_assumed_to_be_fast() -> None:
     assert way.remainder == "source"
 
 
+def test_an_owner_that_was_not_measured_is_tried_where_it_cannot_cost_much() -> None:
+    for steps_ns, tried in ((15e6, True), (25e6, False)):  # 100 of them against about 1 s
+        speeds = SPEEDS._replace(position_ns=steps_ns)
+        offers = ways([found(900)], Sides("recompute", True), speeds, N, ROW)
+        way, reason = choose(offers, owner_is_measured=False)
+        assert (way.remainder == "owner", "to be measured" in reason) == (tried, tried)
+        assert choose(offers)[0].remainder == "source"
+
+
 def test_what_is_told_fits_its_message() -> None:
     way, _ = taken(900, Sides("recompute", False))
     told = as_told(way, "x" * 1000)

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.messages import Interval
-from headrace.telemetry.claim import Overlap, overlap_of
+from headrace.telemetry.claim import overlap_of
 from headrace.telemetry.clocks import align
 from headrace.telemetry.recording import Run
 from tests.unit.telemetry.scenes import US, at, moved, on, on_devices, streamed
@@ -14,20 +14,6 @@ from tests.unit.telemetry.scenes import US, at, moved, on, on_devices, streamed
 
 def run_of(source: list[Interval], owner: list[Interval]) -> Run:
     return streamed(source=tuple(source), owner=tuple(owner))
-
-
-def seen(
-    computed: tuple[float, float], imported: tuple[float, float], **facts: tuple[object, object]
-) -> Overlap:
-    """Of one computing and one import, in us; `facts` of both."""
-    clocks, errors = facts.get("clock", ("device",) * 2), facts.get("error_us", (0, 0))
-    source, owner = (
-        at(kind, *times, clock=clock, error_ns=int(float(str(error_us)) * US))
-        for kind, times, clock, error_us in zip(
-            ("compute", "import"), (computed, imported), clocks, errors, strict=True
-        )
-    )
-    return overlap_of(align(run_of([source], [owner])))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +37,10 @@ def test_the_rule(
     kernels_us: int | None,
 ) -> None:
     """Both from devices, and longer together than the sum of both errors."""
-    found = seen((0, 100), (100 - together_us, 200), clock=clock, error_us=error_us)
+    errors = [each * US for each in error_us]
+    source = at("compute", 0, 100, clock=clock[0], error_ns=errors[0])
+    owner = at("import", 100 - together_us, 200, clock=clock[1], error_ns=errors[1])
+    found = overlap_of(align(run_of([source], [owner])))
     assert found.kernels_ns == (None if kernels_us is None else kernels_us * US)
     assert found.length_ns == together_us * US
     assert (found.source, found.owner) == clock
@@ -123,7 +112,7 @@ def test_copying_out_of_a_device_is_no_computing() -> None:
 
 @pytest.mark.parametrize("by_ns", [0, 3_000_000_000])
 def test_a_shift_adds_its_error(by_ns: int) -> None:
-    """The messages of the scene tell the offset of two clocks to within 70 us."""
+    """The messages of the scene tell the offset of two clocks to within some 70 us."""
     run = on_devices()
     aligned = align(replace(run, source=moved(run.source, by_ns)))
     found = overlap_of(aligned)

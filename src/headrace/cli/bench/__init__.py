@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cyclopts import App
 
+from headrace.cli.bench.batch import batch_command
 from headrace.cli.bench.curve import curve_command
 from headrace.cli.bench.faults import faults_command
 from headrace.cli.bench.imports import imports_command
@@ -11,6 +12,7 @@ from headrace.cli.bench.load import load_command
 from headrace.cli.bench.message import message_command
 from headrace.cli.bench.peers import peers_command
 from headrace.cli.bench.plot import plot_command
+from headrace.cli.bench.prefix import prefix_command
 from headrace.cli.bench.scale import scale_command
 from headrace.cli.bench.ttft import ttft_command
 
@@ -24,3 +26,5 @@ bench_app.command(peers_command, name="peers")
 bench_app.command(plot_command, name="plot")
 bench_app.command(faults_command, name="faults")
 bench_app.command(imports_command, name="imports")
+bench_app.command(batch_command, name="batch")
+bench_app.command(prefix_command, name="prefix")
