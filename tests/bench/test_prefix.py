@@ -17,9 +17,9 @@ from tests.e2e.families import directory_of
 LABELS = {"cold", "cold-longer", "first", "identical", "identical-copied"}
 
 
-def command(out: Path, *more: str) -> list[str]:
+def command(out: Path, *more: str, rest: int = 6) -> list[str]:
     model = str(directory_of("llama"))
-    sizes = ["--tokens", "24", "--rest", "6", "--repeats", "2"]
+    sizes = ["--tokens", "24", "--rest", str(rest), "--repeats", "2"]
     return ["bench", "prefix", "--model", model, *sizes, "--out", str(out), *more]
 
 
@@ -48,7 +48,7 @@ def test_a_prompt_that_the_model_cannot_hold_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "prefix.jsonl"
-    assert run_command(command(out, "--rest", "100000")) == 2
+    assert run_command(command(out, rest=100_000)) == 2
     assert "ask for a shorter prompt" in capsys.readouterr().err
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import modeling_rope_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headrace.backends import cpu as cpu_backend
 from headrace.backends.base import Entry
@@ -141,6 +142,43 @@ def test_logits_are_near_the_exact_modes(family: str) -> None:
 def test_logits_are_near_the_exact_modes_in_half_precision(family: str) -> None:
     worst, _, _ = differs_from_exact(family, "bfloat16")
     assert worst <= BOUNDS["bfloat16"]
+
+
+Call = tuple[tuple[int, ...], tuple[int, ...], bool, dict[str, object]]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4_shared"])
+def test_attention_is_called_as_in_the_exact_mode(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same shapes and strides of queries, keys and values, the same mask, the same options."""
+    model = model_of(family)
+    forward = BatchedForward(model, BATCH)
+    calls: list[Call] = []
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def watched(
+        module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        masked = mask is not None
+        if masked:
+            assert mask.shape[-1] == key.shape[2]
+            assert bool(mask.all())
+        held = (*key.shape, *key.stride(), *value.shape, *value.stride())
+        options.pop("position_ids", None)
+        calls.append(((*query.shape, *query.stride()[1:]), held, masked, options))
+        attended: tuple[torch.Tensor, None] = sdpa(module, query, key, value, mask, **options)
+        return attended
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", watched)
+    ours, theirs = filled(model, 10), filled(model, 10)
+    for step in range(STEPS):
+        forward([None, (ours, step), None, None])
+        batched = calls.copy()
+        calls.clear()
+        exact(model, theirs, step)
+        assert batched == calls
+        calls.clear()
 
 
 # A row's own.

@@ -16,7 +16,17 @@ if TYPE_CHECKING:
 
 MODULES = {
     claim: f"headrace.bench.plots.{claim}"
-    for claim in ("curve", "ttft", "load", "peers", "message", "scale", "imports", "batch")
+    for claim in (
+        "curve",
+        "ttft",
+        "load",
+        "peers",
+        "message",
+        "scale",
+        "imports",
+        "batch",
+        "prefix",
+    )
 }
 """Which module draws the rows of a claim: its `figure` takes the rows and returns a picture."""
 

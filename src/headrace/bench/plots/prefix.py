@@ -34,9 +34,7 @@ def figure(rows: list[dict[str, Any]]) -> Figure:
     axes.set_yticks(range(len(shown)), names)
     axes.invert_yaxis()
     axes.set_xscale("log")
-    axes.set_xlabel(
-        "TTFT, of a cold one of the same repeat (dotted: the goal of a repeated prompt)"
-    )
+    axes.set_xlabel("TTFT, of a cold one of the same repeat (dotted: goal of a repeated prompt)")
     first = shown[0] if shown else None
     if first is not None:
         axes.set_title(f"{first.model}, {first.prompt_tokens} tokens and {first.rest} more")

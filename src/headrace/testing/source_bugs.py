@@ -1,0 +1,85 @@
+"""Bugs of the CUDA source, planted one at a time: a scene on a device model finds each.
+
+How they are written down is told in `headrace.testing.planting`; the instances are scenes of
+`headrace.testing.source_scenes`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from headrace.backends.cuda_source import CudaEngine
+from headrace.backends.device_carrier import DeviceCarrier
+from headrace.errors import HeadraceError
+from headrace.testing.planting import Mutant, read_mutants
+from headrace.testing.source_scenes import SCENES, Bench
+
+
+def hunt(mutant: Mutant, bench: Bench) -> str | None:
+    """Play its scene with the bug planted; returns how it was found, None if it survived."""
+    with mutant.planted():
+        try:
+            SCENES[mutant.instance](bench)
+        except HeadraceError as exc:
+            return f"{type(exc).__name__}: {exc}"
+    return None
+
+
+_BUGS: Final = r"""
+[DeviceCarrier.carry]
+cells_are_told_when_they_are_there: states are copied while they are computed
+    device.wait(side, self._made) => pass
+cells_are_told_when_they_are_there: the wrong stream waits for states
+    device.wait(side, self._made) => device.wait(device.compute, device.record(side))
+cells_are_told_when_they_are_there: copies wait for an event of before
+    self._made = device.record(device.compute) => self._made = self._told
+cells_are_told_when_they_are_there: nothing keeps the states that are copied
+    self._enqueue(_Queued(writing.copied, pieces)) => pass
+cells_are_told_when_they_are_there: states are let go when their copies begin
+    self._enqueue(_Queued(writing.copied, pieces)) => self._enqueue(_Queued(self._made, pieces))
+cells_are_told_when_they_are_there: the event of an announcement is recorded before the copies
+    = self._made, device.record(side) => = self._made, writing.begun
+[DeviceCarrier.computed]
+cells_are_told_when_they_are_there: what an earlier layer waited for stands for this one
+    self._made = None => pass
+[DeviceCarrier._piece_of]
+cells_are_told_when_they_are_there: what is made for a copy is copied before it is there
+    self._made = None  # for it is made here, on the compute stream => pass
+[DeviceCarrier.commit]
+cells_are_told_when_they_are_there: a writer is announced when its copies begin
+    _Queued(writing.copied, [], writing) => _Queued(writing.begun, [], writing)
+cells_are_told_when_they_are_there: a writer is announced when its states are computed
+    _Queued(writing.copied, [], writing) => _Queued(writing.computed, [], writing)
+cells_are_told_when_they_are_there: a writer is announced at once
+    self._enqueue(_Queued(writing.copied, [], writing)) => writer.commit()
+[DeviceCarrier._poll]
+cells_are_told_when_they_are_there: what is committed is announced at once
+    while self._queue and self._queue[0].copied.done(): => while self._queue:
+[DeviceCarrier.settle]
+cells_are_told_when_they_are_there: what is left at the end is not announced
+    while self._queue: => while False:
+[DeviceCarrier._copy]
+cells_are_told_when_they_are_there: later positions are copied over the first ones
+    begin + (first - place.start) * part.head_nbytes => begin
+[DeviceCarrier.take_logits]
+cells_are_told_when_they_are_there: logits are copied while they are computed
+    device.wait(side, device.record(device.compute)) => pass
+cells_are_told_when_they_are_there: nothing keeps the logits that are copied
+    self._row, self._row_copied = row, device.record(side) =>
+        self._row, self._row_copied = None, device.record(side)
+[DeviceCarrier.logits]
+cells_are_told_when_they_are_there: logits are not waited for
+    self._wait_for(self._row_copied) => pass
+[DeviceCarrier.drain]
+a_cancel_leaves_the_slot_quiet: draining does not wait
+    self._device.record(self._side).wait() => pass
+a_cancel_leaves_the_slot_quiet: another stream is drained
+    self._device.record(self._side).wait() => self._device.record(self._device.compute).wait()
+[CudaEngine.prefill_stream]
+a_cancel_leaves_the_slot_quiet: a cancelled prefill is not drained
+    carrier.drain() => pass
+a_cancel_leaves_the_slot_quiet: only an interrupted prefill is drained
+    except BaseException: => except KeyboardInterrupt:
+"""
+
+MUTANTS: Final = read_mutants(_BUGS, {each.__name__: each for each in (DeviceCarrier, CudaEngine)})
