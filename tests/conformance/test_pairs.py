@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from headrace.geometry import Manifest
 from headrace.testing.conformance import PairConformance
 from headrace.testing.pair.cases import CASES
 from headrace.testing.pair.leftovers import nothing_more
+from headrace.testing.pair.subject import Settings
 from tests.docs.reading import ROOT, blocks
 from tests.e2e.families import directory_of
 
@@ -107,6 +109,21 @@ class TestReplayTokenMajorCudaOnFakeOneLane(TestReplayCudaOnFake):
     dtype: ClassVar[str] = "bfloat16"
     lanes = 1
     fake: ClassVar[Mapping[str, Any]] = {"failing_pin": 1, "polls_per_step": 3, "seed": 5}
+
+
+class TestCudaSourceOnFakeCpu(TestReplayCpu):
+    """The CUDA source on a device model, in a process as any source is, late in all it does."""
+
+    source = "headrace.testing.fake_device:open_source"
+
+    @property
+    def settings(self) -> Settings:
+        options = {
+            "model": str(directory_of(self.family)),
+            "dtype": self.dtype,
+            "polls_per_step": 3,
+        }
+        return replace(super().settings, source_options=options)
 
 
 def test_the_worked_pair_conforms(tmp_path: Path) -> None:

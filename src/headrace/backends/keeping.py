@@ -11,7 +11,7 @@ from headrace.backends.torch import TorchEngine
 from headrace.engine.lanes import lane_nbytes
 from headrace.engine.loading import LoadedModel
 from headrace.engine.prefill import Seed
-from headrace.errors import LocalProtocolError, Refused
+from headrace.errors import Refused
 from headrace.geometry import Layer, PrefixUse
 
 
@@ -111,8 +111,4 @@ class ContinuingEngine(TorchEngine):
             self._kept = None
 
     def _seed(self, tokens: Sequence[int], sink: PrefillSink, start: int) -> Seed | None:
-        if self._kept is None:
-            return None
-        if not start:
-            raise LocalProtocolError(f"told to go on from {self._kept}, and asked for all")
-        return self._seed_of(self._kept, start)
+        return None if self._kept is None else self._seed_of(self._kept, start)

@@ -121,7 +121,6 @@ class LaneCopies:
             return
         device = self._device
         device.wait(self._link, device.record(device.compute))
-        device.wait(self._link, device.record(self._layout))
         begun = device.record(self._link)
         for target, source in moves:
             heads, positions, head_dim = target.shape

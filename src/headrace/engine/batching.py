@@ -245,8 +245,11 @@ def _attend(
     made_in = sys.modules[type(module).__module__]
     eager = getattr(made_in, "eager_attention_forward", None)
     attend = made_in.ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)
+    positions: torch.Tensor | None = options.pop("position_ids", None)
     attended: torch.Tensor | None = None
     for row in _occupied.get():
+        if positions is not None:  # of this row, since from others an implementation draws more
+            options["position_ids"] = positions[row : row + 1]
         mask = None if attention_mask is None else attention_mask[row]
         mine = attend(module, query[row : row + 1], key[row], value[row], mask, **options)[0]
         if attended is None:

@@ -1,7 +1,8 @@
 """`DecoderOwner`: the sole owner of one decoder, in turns.
 
 One thread owns the decoder's device. A turn takes messages, cancels and deaths, publishes what is
-complete, imports up to a byte budget, decodes one step of one entry, and runs one prefill of its
+complete, imports up to a byte budget, decodes one step of as many entries as the decoder computes
+together, and runs one prefill of its
 own if one waits.
 """
 

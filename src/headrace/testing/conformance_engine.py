@@ -193,7 +193,7 @@ class PrefillEngineConformance:
             return
         num_tokens = self.lengths[-1]
         for case in self._cases((num_tokens,)):
-            for cuts in ((1,), (num_tokens // 2,), (3, num_tokens // 2), (num_tokens - 1,)):
+            for cuts in _cuts(num_tokens):
                 whole = self._run(replace(case, cuts=cuts))
                 late = self._run(replace(case, cuts=cuts, start=cuts[-1]))
                 require(late.ended, f"{case}: no final from the last of {cuts}")
@@ -264,6 +264,14 @@ def _engine_of(suite: type[PrefillEngineConformance]) -> PrefillEngine:
 
 def _result(sink: MemorySink) -> _Result:
     return sink.cells(), sink.logits, sink.token
+
+
+def _cuts(num_tokens: int) -> Iterator[tuple[int, ...]]:
+    """Places to cut a prompt of so many tokens at, as far as it has them."""
+    middle = num_tokens // 2
+    for cuts in ((1,), (middle,), (middle // 2, middle), (num_tokens - 1,)):
+        if all(0 < cut < num_tokens for cut in cuts):
+            yield cuts
 
 
 def _places(sink: MemorySink) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:

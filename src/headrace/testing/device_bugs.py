@@ -15,7 +15,8 @@ from headrace.backends.lane_copies import CopyFence, LaneCopies
 from headrace.backends.pinning import Pins
 from headrace.engine.registration import Registrations
 from headrace.errors import HeadraceError
-from headrace.testing.device_scenes import SCENES, Ground
+from headrace.testing.device_ground import Ground
+from headrace.testing.device_scenes import SCENES
 from headrace.testing.planting import Mutant, read_mutants
 
 
@@ -122,8 +123,6 @@ reads_wait: reading does not come after the copies
 [LaneCopies.move]
 entries_are_kept: moves do not come after compute
     device.wait(self._link, device.record(device.compute)) => pass
-entries_are_kept: moves do not come after what was laid out
-    device.wait(self._link, device.record(self._layout)) => pass
 entries_are_kept: compute does not come after moves
     device.wait(device.compute, ended) => pass
 entries_are_kept: the wrong stream comes after moves
@@ -163,15 +162,18 @@ pinning_may_fail: it is forgotten what is registered
 _SOURCE: Final = r"""
 [DeviceCarrier.carry]
 cells_are_announced: states are copied while they are computed
-    device.wait(side, computed) => pass
+    device.wait(side, self._made) => pass
 cells_are_announced: the wrong stream waits for states
-    device.wait(side, computed) => device.wait(device.compute, device.record(side))
+    device.wait(side, self._made) => device.wait(device.compute, self._made)
 cells_are_announced: copies wait for an event of before
-    computed = device.record(device.compute) => computed = self._told
+    self._made = device.record(device.compute) => self._made = self._told
 cells_are_announced: nothing keeps the states that are copied
     self._enqueue(_Queued(writing.copied, pieces)) => pass
 cells_are_announced: the event of an announcement is recorded before the copies
-    = computed, device.record(side) => = computed, writing.begun
+    = self._made, device.record(side) => = self._made, writing.begun
+[DeviceCarrier.computed]
+cells_are_announced: copies of a layer wait for the layer before
+    self._made = None => pass
 [DeviceCarrier._poll]
 cells_are_announced: what is committed is announced at once
     while self._queue and self._queue[0].copied.done(): => while self._queue:

@@ -6,135 +6,38 @@ instances of the bugs in `headrace.testing.device_bugs`.
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Final
 
-from headrace.backends.base import CopyTuning, Entry, HostRange, Reservation, SlotView
-from headrace.backends.cpu import CpuDecoder
-from headrace.backends.cuda import CudaDecoder
-from headrace.backends.cuda_source import CudaEngine
+from headrace.backends.base import SlotView, TimedFence
 from headrace.backends.pinning import PROBE_NBYTES, Pins
-from headrace.backends.torch import TorchEngine
-from headrace.engine.device import Stream
 from headrace.engine.host import HostMemory
-from headrace.engine.loading import LoadedModel
-from headrace.errors import Cancelled, HeadraceError, LocalProtocolError
+from headrace.errors import Cancelled, LocalProtocolError
 from headrace.geometry import Layout
-from headrace.messages import Route
-from headrace.plan import compile_plan
-from headrace.testing.conformance_decoder import Prompt
+from headrace.testing.device_ground import (
+    KEEP_NBYTES,
+    NUM_TOKENS,
+    TOKENS,
+    Broken,
+    Ground,
+    Slot,
+    address_of,
+    check,
+    decode,
+    engine_on,
+    fenced,
+    landed,
+    prompt_of,
+    range_of,
+    said_by,
+    sink_of,
+    slab_of,
+    stream_of,
+    until_done,
+)
 from headrace.testing.fake.device import FakeDevice
-from headrace.testing.sinks import MemorySink, ask, region_bytes
-
-CONTEXT: Final = 64
-NUM_TOKENS: Final = 40
-FED: Final = (1, 2, 0)
-COPIES: Final = CopyTuning(4096, 16384, 4096)
-KEEP_NBYTES: Final = 1 << 20
-
-
-class Broken(HeadraceError):
-    """What a scene is to show does not hold."""
-
-
-class Ground:
-    """A small model with sliding layers, and what is right, computed without a device."""
-
-    def __init__(self, model: LoadedModel) -> None:
-        self.model = model
-        self.rows = lru_cache(maxsize=None)(self._rows)
-        self.cells = lru_cache(maxsize=None)(self._cells)
-
-    @contextmanager
-    def decoder(
-        self, lanes: int = 1, *, all_pinned: bool = True, keep_nbytes: int = 0, seed: int = 0
-    ) -> Iterator[tuple[CudaDecoder, FakeDevice]]:
-        """A decoder on a device model of its own."""
-        device = FakeDevice(all_pinned=all_pinned, seed=seed)
-        decoder = CudaDecoder(
-            self.model, lanes, CONTEXT, device, copies=COPIES, keep_nbytes=keep_nbytes
-        )
-        try:
-            with device.watched():
-                yield decoder, device
-        except BaseException:
-            device.fail("the scene is over")  # what is queued must not touch what the scene drops
-            raise
-        finally:
-            with suppress(HeadraceError):
-                decoder.close()
-
-    def _rows(self, layout: Layout, seed: int) -> list[bytes]:
-        """The rows of logits of `FED` after a prompt."""
-        decoder = CpuDecoder(self.model, 1, CONTEXT)
-        prompt = prompt_of(decoder, layout, seed)
-        reservation = decoder.reserve(NUM_TOKENS)
-        decoder.begin_import(reservation, prompt.view, prompt.copies())
-        rows = decode(decoder, decoder.publish(reservation))
-        decoder.close()
-        return rows
-
-    def _cells(self, route: Route) -> tuple[dict[tuple[int, int], bytes], bytes]:
-        """The cells and the logits of `TOKENS`."""
-        engine = TorchEngine(self.model, CONTEXT)
-        sink = sink_of(engine, route)
-        engine.prefill_stream(TOKENS, sink)
-        engine.close()
-        return sink.cells(), sink.logits or b""
-
-
-TOKENS: Final = tuple(range(3, 3 + NUM_TOKENS))
-
-
-def prompt_of(
-    decoder: CpuDecoder | CudaDecoder, layout: Layout = "head_major", seed: int = 0
-) -> Prompt:
-    return Prompt(decoder, layout, NUM_TOKENS, CONTEXT, seed)
-
-
-def sink_of(
-    engine: TorchEngine | CudaEngine, route: Route, cancel_at: int | None = None
-) -> MemorySink:
-    manifest = engine.manifest()
-    plan = compile_plan(manifest, "head_major", NUM_TOKENS, CONTEXT)
-    return MemorySink(plan, ask(NUM_TOKENS, route), cancel_at=cancel_at)
-
-
-def decode(decoder: CpuDecoder | CudaDecoder, entry: Entry) -> list[bytes]:
-    return [bytes(decoder.decode_step([(entry, token)])[0].cast("B")) for token in FED]
-
-
-def landed(decoder: CudaDecoder, held: Reservation | Entry, prompt: Prompt) -> bool:
-    """Whether a lane holds a prompt's cells."""
-    return all(
-        bytes(decoder.read(held, prompt.plan.layout, copy))
-        == region_bytes(prompt.view.buffer, copy.source)
-        for copy in prompt.copies()
-    )
-
-
-def check(good: bool, text: str) -> None:
-    if not good:
-        raise Broken(text)
-
-
-def fenced(decoder: CudaDecoder, prompt: Prompt) -> Reservation:
-    """A reservation in which a prompt has landed."""
-    reservation = decoder.reserve(NUM_TOKENS)
-    fence = decoder.begin_import(reservation, prompt.view, prompt.copies())
-    while not fence.done():
-        pass
-    return reservation
-
-
-def stream_of(device: FakeDevice, name: str) -> Stream:
-    return next(stream for stream in device.streams if stream.name == name)
-
 
 # The decoder.
 
@@ -165,8 +68,7 @@ def decode_waits_for_its_own(ground: Ground) -> None:
         entry = decoder.publish(fenced(decoder, prompt_of(decoder)))
         check(decode(decoder, entry) == ground.rows("head_major", 0), "decodes otherwise")
         device.go_on(stream_of(device, "layout"))
-        while not fence.done():
-            pass
+        until_done(fence)
 
 
 def fences_tell(ground: Ground) -> None:
@@ -176,7 +78,7 @@ def fences_tell(ground: Ground) -> None:
         with ground.decoder() as (decoder, device):
             prompt = prompt_of(decoder, layout)
             wanted = prompt.cells()
-            slot = _Slot(prompt.view.buffer)
+            slot = Slot(prompt.view.buffer)
             view = SlotView(memoryview(slot), slot.address, layout)
             reservation = decoder.reserve(NUM_TOKENS)
             device.hold_up(stream_of(device, "import"))
@@ -186,8 +88,7 @@ def fences_tell(ground: Ground) -> None:
             check(not any(fence.done() for _ in range(50)), "a fence of copies that are held up")
             check(alive() is not None, "nothing keeps the slot that is copied from")
             device.go_on(stream_of(device, "import"))
-            while not fence.done():
-                pass
+            until_done(fence)
             kept = alive()
             if kept is not None:
                 kept[:] = bytes(len(kept))
@@ -202,15 +103,16 @@ def slots_are_let_go(ground: Ground) -> None:
     """A fence that is done keeps nothing, and its times are in order."""
     with ground.decoder() as (decoder, device):
         prompt = prompt_of(decoder)
-        slot = _Slot(prompt.view.buffer)
+        slot = Slot(prompt.view.buffer)
         view = SlotView(memoryview(slot), slot.address, "head_major")
         reservation = decoder.reserve(NUM_TOKENS)
         fence = decoder.begin_import(reservation, view, prompt.copies())
         alive = weakref.ref(slot)
         del view, slot
-        while not fence.done():
-            pass
+        until_done(fence)
         check(alive() is None, "a fence that is done keeps the slot")
+        if not isinstance(fence, TimedFence):
+            raise Broken("a fence without times")
         times = fence.times()
         check(times.begun_ns < times.ended_ns, f"the copies ran from {times}")
 
@@ -289,8 +191,8 @@ def slabs_come_and_go(ground: Ground) -> None:
     with ground.decoder(all_pinned=False) as (decoder, device):
         for _ in range(2):
             prompt = prompt_of(decoder)
-            slab = _slab_of(prompt)
-            decoder.register(_range(slab))
+            slab = slab_of(prompt)
+            decoder.register(range_of(slab))
             reservation = decoder.reserve(NUM_TOKENS)
             view = SlotView(slab.view, slab.address, "head_major")
             decoder.begin_import(reservation, view, prompt.copies())
@@ -299,7 +201,7 @@ def slabs_come_and_go(ground: Ground) -> None:
             check(device.counts["pageable_copies"] == 0, "a registered slab is copied as pageable")
             device.synchronize()
             decoder.free(entry)
-            decoder.unregister(_range(slab))
+            decoder.unregister(range_of(slab))
             device.unmapped(slab.address, slab.nbytes)
 
 
@@ -307,13 +209,13 @@ def closing_drains(ground: Ground) -> None:
     """Closed with copies queued from a pinned slab, it is unpinned after them."""
     with ground.decoder(all_pinned=False) as (decoder, device):
         prompt = prompt_of(decoder)
-        slab = _slab_of(prompt)
-        decoder.register(_range(slab))
+        slab = slab_of(prompt)
+        decoder.register(range_of(slab))
         reservation = decoder.reserve(NUM_TOKENS)
         view = SlotView(slab.view, slab.address, "head_major")
         decoder.begin_import(reservation, view, prompt.copies())
         decoder.close()
-        decoder.unregister(_range(slab))
+        decoder.unregister(range_of(slab))
         check(device.statistics()["registered_nbytes"] == 0, "a slab is pinned still")
         device.unmapped(slab.address, slab.nbytes)
     check(not device.faults, "; ".join(device.faults))
@@ -328,7 +230,7 @@ def pinning_may_fail(ground: Ground) -> None:
     for first_failing in range(1, 9):
         device = FakeDevice(pin_fails=lambda n, _, first=first_failing: n >= first)  # type: ignore[misc]
         pins = Pins(device, read_only=True)
-        said = _said(lambda pins=pins: [pins.register(_range(slab)) for slab in slabs])  # type: ignore[misc]
+        said = said_by(lambda pins=pins: [pins.register(range_of(slab)) for slab in slabs])  # type: ignore[misc]
         device.record(device.compute)
         failures = pins.statistics()["pin_failures"]
         check(said == (1 if failures else 0), f"said {said} times, {failures} failures")
@@ -336,7 +238,7 @@ def pinning_may_fail(ground: Ground) -> None:
         check(pinned == device.statistics()["registered_nbytes"], f"{pinned} bytes pinned")
         check(pinned == slabs[0].nbytes * (3 - failures), f"{failures} failures, {pinned} bytes")
         for slab in slabs:
-            pins.unregister(_range(slab))
+            pins.unregister(range_of(slab))
             device.unmapped(slab.address, slab.nbytes)
         device.close()
         check(not device.faults, "; ".join(device.faults))
@@ -352,11 +254,11 @@ def small_is_tried_first(ground: Ground) -> None:
 
     slab = HostMemory(4 * PROBE_NBYTES)
     pins = Pins(FakeDevice(pin_fails=fails), read_only=True)
-    _said(lambda: pins.register(_range(slab)))
+    said_by(lambda: pins.register(range_of(slab)))
     check(bool(tried) and max(tried) == PROBE_NBYTES, f"tried {tried} bytes where nothing pins")
     device = FakeDevice(pins_read_only=False)
     pins = Pins(device, read_only=True)
-    pins.register(_range(slab))
+    pins.register(range_of(slab))
     check(pins.statistics()["pinned_nbytes"] == slab.nbytes, "no other way than for reading only")
     pins.close()
     device.close()
@@ -369,11 +271,11 @@ def cells_are_announced(ground: Ground) -> None:
     """What is announced has landed, on every route, and so have the logits."""
     for route in ("streamed", "whole"):
         for seed in range(2):
-            with _engine(ground, seed) as (engine, device):
+            with engine_on(ground, seed) as (engine, device):
                 sink = sink_of(engine, route)
                 engine.prefill_stream(TOKENS, sink)
                 cells, logits = ground.cells(route)
-                told = {key: b"" for key in cells}
+                told = dict.fromkeys(cells, b"")
                 for (layer, part, *_), nbytes in (x for s in sink.snapshots for x in s.items()):
                     told[layer, part] = nbytes
                 check(told == cells, f"{route}: announced before it was there")
@@ -385,11 +287,11 @@ def cells_are_announced(ground: Ground) -> None:
 def cancels_leave_the_slot(ground: Ground) -> None:
     """When a cancelled prefill returns, no copy is on its way into the slot."""
     for cancel_at in range(1, 12):
-        with _engine(ground, cancel_at) as (engine, device):
+        with engine_on(ground, cancel_at) as (engine, device):
             sink = sink_of(engine, "streamed", cancel_at)
             with suppress(Cancelled):
                 engine.prefill_stream(TOKENS, sink)
-            address = _address(sink.buffer)
+            address = address_of(sink.buffer)
             device.unmapped(address, len(sink.buffer))
             after = sink_of(engine, "streamed")
             engine.prefill_stream(TOKENS, after)
@@ -416,56 +318,3 @@ SCENES: Final[Mapping[str, Callable[[Ground], None]]] = {
         cancels_leave_the_slot,
     )
 }
-
-
-class _Slot(bytearray):
-    """Memory that tells when nobody holds it any more."""
-
-    @property
-    def address(self) -> int:
-        return _address(memoryview(self))
-
-
-def _address(buffer: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-
-
-def _slab_of(prompt: Prompt) -> HostMemory:
-    slab = HostMemory(len(prompt.view.buffer))
-    slab.view[:] = prompt.view.buffer
-    return slab
-
-
-def _range(memory: HostMemory) -> HostRange:
-    return HostRange(memory.address, memory.nbytes)
-
-
-@contextmanager
-def _engine(ground: Ground, seed: int) -> Iterator[tuple[CudaEngine, FakeDevice]]:
-    device = FakeDevice(all_pinned=True, seed=seed)
-    engine = CudaEngine(ground.model, CONTEXT, device)
-    try:
-        with device.watched():
-            yield engine, device
-    except BaseException:
-        device.fail("the scene is over")
-        raise
-    finally:
-        with suppress(HeadraceError):
-            engine.close()
-
-
-def _said(act: Callable[[], object]) -> int:
-    """How many warnings a call logs."""
-    said: list[logging.LogRecord] = []
-    listener = logging.Handler(logging.WARNING)
-    listener.emit = said.append  # type: ignore[method-assign]
-    log = logging.getLogger("headrace.device")
-    log.addHandler(listener)
-    passed, log.propagate = log.propagate, False
-    try:
-        act()
-    finally:
-        log.removeHandler(listener)
-        log.propagate = passed
-    return len(said)

@@ -18,7 +18,8 @@ from headrace.backends.cuda import DEFAULT_CONTEXT, CudaDecoder
 from headrace.backends.cuda_source import CudaEngine
 from headrace.backends.options import read_options
 from headrace.engine.loading import LoadedModel, load_model
-from headrace.testing.fake.device import FakeDevice, Fault
+from headrace.testing.fake.core import Fault
+from headrace.testing.fake.device import FakeDevice
 from headrace.testing.fake.queues import HostWaits
 
 __all__ = ["FakeDevice", "Fault", "HostWaits", "open_decoder", "open_source"]

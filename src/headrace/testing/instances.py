@@ -312,17 +312,7 @@ _ALL: Final = (
         ticks=False,
     ),
     Instance("kept-lanes", _WHOLE, requests=2, lanes=2, starts=(2, 1), device_faults=True),
-    Instance(
-        "kept-jam",
-        _WHOLE,
-        requests=3,
-        slots=(2,),
-        depth=1,
-        starts=(2, 0, 0),
-        attempts=2,
-        malice=False,
-        cancels=False,
-        ticks=False,
-    ),
+    Instance("kept-gone", _WHOLE, requests=2, starts=(0, 2), malice=False, ticks=False),
+    Instance("kept-lost", _WHOLE, requests=2, starts=(2, 2), device_faults=True, malice=False),
 )
 INSTANCES: Final = {instance.name: instance for instance in _ALL}

@@ -24,6 +24,7 @@ from headrace.testing.explorer import walk
 from headrace.testing.facts import Violation
 from headrace.testing.grant_bugs import GRANT_BUGS
 from headrace.testing.instances import INSTANCES
+from headrace.testing.kept_bugs import KEPT_BUGS
 from headrace.testing.owner_bugs import OWNER_BUGS
 from headrace.testing.planting import Mutant, read_mutants
 from headrace.testing.source_walk import walk_source
@@ -89,5 +90,5 @@ digest: an end keeps the queue
     self._queue.clear() => pass
 """
 
-MUTANTS: Final = read_mutants(ATTEMPT_BUGS + GRANT_BUGS + OWNER_BUGS, _PLACES)
+MUTANTS: Final = read_mutants(ATTEMPT_BUGS + GRANT_BUGS + OWNER_BUGS + KEPT_BUGS, _PLACES)
 EQUIVALENT: Final = read_mutants(_SHIELDED, _PLACES)

@@ -63,7 +63,7 @@ one: a death fails nothing
     handoff is not None and not handoff.final => False
 [Owner.submit]
 one: requests are taken without a source
-    if self.no_slot_left and not local: => if False:
+    if unserved and start < num_tokens: => if False:
 local: a request without a source is not made local
     digest=digest, local=local => digest=digest, local=False
 stranded: requests are taken without a lane

@@ -46,10 +46,6 @@ cells_are_told_when_they_are_there: what an earlier layer waited for stands for 
 cells_are_told_when_they_are_there: what is made for a copy is copied before it is there
     self._made = None  # for it is made here, on the compute stream => pass
 [DeviceCarrier.commit]
-cells_are_told_when_they_are_there: a writer is announced when its copies begin
-    _Queued(writing.copied, [], writing) => _Queued(writing.begun, [], writing)
-cells_are_told_when_they_are_there: a writer is announced when its states are computed
-    _Queued(writing.copied, [], writing) => _Queued(writing.computed, [], writing)
 cells_are_told_when_they_are_there: a writer is announced at once
     self._enqueue(_Queued(writing.copied, [], writing)) => writer.commit()
 [DeviceCarrier._poll]

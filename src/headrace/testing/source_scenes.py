@@ -97,7 +97,7 @@ def a_cancel_leaves_the_slot_quiet(bench: Bench) -> None:
     """Whenever it comes, nothing is on its way into the slot, and the next prefill is right."""
     for polls in POLLS:
         for asked in ASKED[1], ASKED[3]:
-            for cancel_at in range(1, 12):
+            for cancel_at in range(1, 12, 2):
                 with bench.source(polls) as (engine, device):
                     sink = bench.sink(asked, cancel_at)
                     with suppress(Cancelled):

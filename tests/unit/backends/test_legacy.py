@@ -84,8 +84,9 @@ def test_whole_equals_streamed(layout: Layout, num_tokens: int) -> None:
 def test_it_declares_whole_results_only() -> None:
     whole = Whole("head_major", NUM_TOKENS)
     engine = LegacyEngine(whole)
-    assert engine.manifest().emits == ()
+    assert (engine.manifest().emits, engine.manifest().prefix) == ((), "none")
     assert whole.manifest().emits != ()
+    assert whole.manifest().prefix == "recompute"
     engine.close()
     assert whole.closed
 

@@ -206,6 +206,10 @@ class Walk:
                 got = tensor[0, :, start - cached.origin : stop - cached.origin]
                 assert torch.equal(got, rows(layer, part, each.values[start:stop]))
 
+    def tail_nbytes(self, num_tokens: int) -> int:
+        tails = [layer.kind.tail for layer in self.layers if isinstance(layer.kind, Sliding)]
+        return sum(min(tail, num_tokens) for tail in tails) * sum(part.row_nbytes for part in PARTS)
+
     def check_counts(self) -> None:
         counts = self.table.statistics()
         assert counts["storages"] == LANES + EXTRA
@@ -214,7 +218,7 @@ class Walk:
         idle = {kept.storage for kept, _ in self.kept if self.user_of(kept.storage) is None}
         assert counts["storages_kept"] == len(idle)
         assert counts["kept"] == len(self.kept)
-        tails = sum(kept.nbytes for kept, _ in self.kept)
+        tails = sum(self.tail_nbytes(len(values)) for _, values in self.kept)
         assert counts["kept_nbytes"] == len(idle) * lane_nbytes(self.layers, CONTEXT) + tails
 
 

@@ -151,7 +151,7 @@ Call = tuple[tuple[int, ...], tuple[int, ...], bool, dict[str, object]]
 def test_attention_is_called_as_in_the_exact_mode(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same shapes and strides of queries, keys and values, the same mask, the same options."""
+    """The same shapes and strides, the same mask, the same options, its own position."""
     model = model_of(family)
     forward = BatchedForward(model, BATCH)
     calls: list[Call] = []
@@ -165,8 +165,8 @@ def test_attention_is_called_as_in_the_exact_mode(
             assert mask.shape[-1] == key.shape[2]
             assert bool(mask.all())
         held = (*key.shape, *key.stride(), *value.shape, *value.stride())
-        options.pop("position_ids", None)
-        calls.append(((*query.shape, *query.stride()[1:]), held, masked, options))
+        told = {**options, "position_ids": options["position_ids"].tolist()}
+        calls.append(((*query.shape, *query.stride()[1:]), held, masked, told))
         attended: tuple[torch.Tensor, None] = sdpa(module, query, key, value, mask, **options)
         return attended
 

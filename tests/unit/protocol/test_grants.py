@@ -787,16 +787,25 @@ def test_it_waits_on_when_no_source_is_left_and_those_that_need_one_fail() -> No
     assert state(shell, kept) is S.SEALED
 
 
-def test_a_retry_is_not_jammed_while_a_kept_one_holds_the_other_lane() -> None:
-    """What it holds comes free without a slot, so nobody waits for a slot in vain."""
-    shell = Shell(lanes=2, slots=(2,), depth=1)
+def test_a_retry_waits_while_one_that_is_all_kept_holds_a_lane_that_comes_free() -> None:
+    shell = Shell(lanes=3, slots=(1, 2))
+    request, broken = shell.submit(policy=TWICE), shell.submit()
     kept = shell.submit(start=4)
-    assert state(shell, kept) is S.SEALED
-    first, second = shell.submit(policy=TWICE), shell.submit()
-    assert (state(shell, first), state(shell, second)) == (S.STREAMING, S.WAITING)
-    shell.failed(first)
-    shell.released(first)
-    assert state(shell, first) is S.STREAMING  # its next attempt
+    shell.progress(broken)
+    shell.begin()
+    shell.tick(50)
+    shell.released(broken)
+    parked = shell.submit()
+    shell.prefill(parked)
+    shell.computing(request)
+    shell.tick(100)
+    shell.died(0)
+    assert [state(shell, r) for r in (request, kept, parked)] == [S.RESERVED, S.SEALED, S.PARKED]
+    shell.publish(kept)
+    shell.retire(kept)
+    shell.land()
+    shell.publish(parked)
+    assert sources_of(shell, request) == [0, 1]
 
 
 def test_the_source_computes_from_where_the_kept_part_ends() -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from headrace.testing.fake.queues import Clock, Queue, Queues, join
+from headrace.testing.fake.queues import Clock, Queue, Queues
 from headrace.testing.fake.ranges import Marks, Ranges
 
 POISON: Final = np.frombuffer(b"\xfb\x7f", dtype=np.uint8)
@@ -89,15 +89,11 @@ class Memory:
         block = self._blocks.pop(at)
         del self._begins[at]
         self.nbytes -= block.end - block.begin
-        clock = dict(block.owner.clock)
-        join(clock, self._queues.host)
         where = ((block.begin, block.end),)
-        late = self._unordered(where, clock, block.owner, reads=True)
+        late = self._unordered(where, self._queues.host, block.owner, reads=True)
         if late:
-            self._fault(f"early free: device memory was dropped that {late}, in no order")
+            self._fault(f"early free: device memory was dropped that {late}, not known to be done")
             return
-        for work in [w for w in self._queues.pending if w.touches(where)]:
-            self._queues.finish(work)  # it is ordered before whoever gets the memory next
         for marks in (*self._writes.values(), *self._reads.values()):
             marks.clear(block.begin, block.end)
 
@@ -114,7 +110,7 @@ class Memory:
 
     def note(self, queue: Queue, number: int, reads: Ranges, writes: Ranges) -> None:
         """This work touched these bytes last."""
-        reads = tuple(each for each in reads if self._is_kept(each[0]))
+        reads = tuple(each for each in reads if self._counts(each[0], queue))
         for marks, ranges in ((self._reads, reads), (self._writes, writes)):
             mine = marks.setdefault(queue.index, Marks())
             if ranges and len(mine) > 256:
@@ -122,10 +118,10 @@ class Memory:
             for begin, end in ranges:
                 mine.put(begin, end, number)
 
-    def _is_kept(self, address: int) -> bool:
-        """Whether a read counts: not of what torch calls made, which ends with its own stream."""
+    def _counts(self, address: int, queue: Queue) -> bool:
+        """Whether a read counts: not by the stream whose torch call made what is read."""
         block = self.block(address)
-        return block is None or block.kept
+        return block is None or block.kept or block.owner is not queue
 
     def in_use(self, begin: int, end: int) -> str:
         """Which work the host does not know to be done with these bytes; empty if none."""

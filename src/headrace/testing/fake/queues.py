@@ -152,11 +152,6 @@ class Queues:
         while queue.items:
             self._force(queue)
 
-    def finish(self, work: Work) -> None:
-        """Carry out what must be for this work to be done. Raises: HostWaits."""
-        while not work.done:
-            self._force(next(queue for queue in self.streams if work in queue.items))
-
     def drop(self) -> None:
         """Carry nothing out any more."""
         for queue in self.streams:
