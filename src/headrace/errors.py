@@ -27,6 +27,12 @@ class DeviceError(HeadraceError):
     """A device operation failed; what it touched is quarantined until proven quiet."""
 
 
+class Unquiet(HeadraceError):
+    """An engine ended and its device may still write into the slot: only the end of its process
+    proves that it does not, and ends it.
+    """
+
+
 class Closed(HeadraceError):
     """The object was closed by this side and is used again."""
 

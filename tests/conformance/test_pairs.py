@@ -111,6 +111,7 @@ class TestReplayTokenMajorCudaOnFakeOneLane(TestReplayCudaOnFake):
     fake: ClassVar[Mapping[str, Any]] = {"failing_pin": 1, "polls_per_step": 3, "seed": 5}
 
 
+@pytest.mark.full_matrix
 class TestCudaSourceOnFakeCpu(TestReplayCpu):
     """The CUDA source on a device model, in a process as any source is, late in all it does."""
 

@@ -22,7 +22,7 @@ import headrace.protocol.source
 from headrace.backends.base import PrefillSink
 from headrace.backends.replay import ReplayEngine
 from headrace.backends.replay import open as open_replay
-from headrace.errors import Cancelled, LocalProtocolError
+from headrace.errors import Cancelled, LocalProtocolError, Unquiet
 from headrace.geometry import Manifest
 from headrace.ids import AttemptId, Span
 from headrace.messages import (
@@ -194,6 +194,12 @@ def _nan(rogue: Rogue) -> None:
     rogue.sink.final(b"\xff" * rogue.sink.plan.slot.logits_nbytes)
 
 
+def _stays_unquiet(rogue: Rogue) -> None:
+    with rogue.sink.write(Span(0, 2, 0, 40)):
+        pass
+    raise Unquiet("copies into it may be in flight: the device went up in smoke")
+
+
 def _raise(rogue: Rogue) -> None:
     with rogue.sink.write(Span(0, 2, 0, 40)):
         pass
@@ -361,6 +367,7 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "an owner's message": lambda r: r.send(Token(1, 2)),
     "descriptors": _with_descriptors,
     "raises": _raise,
+    "stays unquiet": _stays_unquiet,
     "nan": _nan,
     "late write": _late_write,
     "writes told cells": _rewrites,

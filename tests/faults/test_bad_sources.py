@@ -24,7 +24,7 @@ HARMLESS = ("stale", "handshake again")
 FATAL = ("exits", "aborts", "hangs up", "dies after the final")
 OTHERS = (
     *("after the final", "nan", "late write", "deaf", "floods", "wild clock", "a case"),
-    "runs on",
+    *("runs on", "stays unquiet"),
 )
 HARMFUL = [name for name in BEHAVIOURS if name not in (*HARMLESS, *FATAL, *OTHERS)]
 
@@ -149,6 +149,25 @@ def test_an_engine_that_gives_its_lease_back_and_runs_on(
         (line,) = capfd.readouterr().err.splitlines()
         granted, running = (AttemptId(*r.request, 1) for r in (following, broken))
         assert f"attempt {granted} was granted while the engine of attempt {running}" in line
+        lab.settle()
+        lab.attach()
+        lab.serve_exact(5)
+
+
+def test_an_engine_whose_device_may_write_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its request hears why; its slot is given back by its source's end, and by nothing else."""
+    with Lab(tmp_path, lanes=3, engine=ROGUE, options=OPTIONS) as lab:
+        capfd.readouterr()
+        broken = lab.submit(bad("stays unquiet"))
+        lab.until_done(broken)
+        assert (broken.outcome, broken.cause) == ("failed", "source-failed")
+        assert broken.reason.startswith("Unquiet: copies into it may be in flight")
+        lab.until(lab.handle.died, "the source is gone")
+        assert f"exit status {UNQUIET_STATUS}" in lab.handle.exit_text()
+        (line,) = capfd.readouterr().err.splitlines()
+        assert f"the slot of attempt {AttemptId(*broken.request, 1)} is not given back" in line
         lab.settle()
         lab.attach()
         lab.serve_exact(5)

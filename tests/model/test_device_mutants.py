@@ -33,7 +33,7 @@ def test_its_scene_finds_the_bug(mutant: Mutant) -> None:
 
 def test_there_are_bugs_of_every_scene() -> None:
     assert {mutant.instance for mutant in MUTANTS} == set(SCENES)
-    assert len({mutant.text for mutant in MUTANTS}) == len(MUTANTS) >= 50
+    assert len({mutant.text for mutant in MUTANTS}) == len(MUTANTS) >= 45
 
 
 def test_a_bug_that_no_longer_fits_the_source_is_an_error() -> None:

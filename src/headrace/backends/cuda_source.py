@@ -25,7 +25,7 @@ from headrace.engine.device import Device
 from headrace.engine.layers import manifest
 from headrace.engine.loading import LoadedModel, load_model
 from headrace.engine.prefill import run_prefill
-from headrace.errors import Closed, Refused
+from headrace.errors import Closed, DeviceError, Refused, Unquiet
 from headrace.geometry import Manifest
 
 
@@ -54,14 +54,18 @@ def open(config: Mapping[str, Any]) -> CudaEngine:
     """
     options = read_options(config, Options, "cuda")
     device = open_device(options.device)
-    model = load_model(
-        Path(options.model),
-        dtype=options.dtype,
-        threads=options.threads,
-        attention=options.attn,
-        device=device.torch_device,
-    )
-    return CudaEngine(model, options.max_positions or model.max_positions, device)
+    try:
+        model = load_model(
+            Path(options.model),
+            dtype=options.dtype,
+            threads=options.threads,
+            attention=options.attn,
+            device=device.torch_device,
+        )
+        return CudaEngine(model, options.max_positions or model.max_positions, device)
+    except BaseException:
+        device.close()
+        raise
 
 
 class CudaEngine:
@@ -103,7 +107,7 @@ class CudaEngine:
         Raises:
             Cancelled: the attempt was withdrawn.
             LocalProtocolError: the tokens or `start` do not fit the plan or the model.
-            DeviceError: the device failed; only then may it still write.
+            Unquiet: the device failed, so that it is not known to write no more.
         """
         if self._model is None:
             raise Closed("the cuda engine was closed")
@@ -114,8 +118,11 @@ class CudaEngine:
                 self._compute(self._model, tokens, sink, start, carrier)
             logits, ready_ns = carrier.logits()
             sink.final(logits, ready_ns=ready_ns)
-        except BaseException:
-            carrier.drain()
+        except BaseException as exc:
+            try:
+                carrier.drain()
+            except DeviceError as broken:
+                raise Unquiet(f"copies into it may be in flight: {broken}") from exc
             raise
 
     def register(self, slab: HostRange) -> None:

@@ -7,7 +7,7 @@ import time
 from array import array
 
 from headrace.backends.base import PrefillEngine
-from headrace.errors import Cancelled, PeerDied
+from headrace.errors import Cancelled, PeerDied, Unquiet
 from headrace.messages import Failed, Released
 from headrace.plan import TOKEN_NBYTES
 from headrace.protocol.source import SourceAttempt
@@ -25,6 +25,7 @@ def run_attempt(
 
     Raises:
         PeerDied: the owner is gone, so there is nobody to tell.
+        Unquiet: the slot may still be written, so its lease cannot be given back.
     """
     plan = attempt.plan
     prompt = slot[plan.slot.prompt_offset :][: TOKEN_NBYTES * plan.num_tokens]
@@ -36,7 +37,7 @@ def run_attempt(
     except Cancelled:
         _log.debug("attempt %s cancelled", attempt.prefill.attempt)
         last = attempt.fail("the engine gave up an attempt that nobody cancelled")
-    except PeerDied:
+    except (PeerDied, Unquiet):
         raise
     except Exception as exc:
         _log.debug("attempt %s failed", attempt.prefill.attempt, exc_info=True)

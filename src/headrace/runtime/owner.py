@@ -2,8 +2,7 @@
 
 One thread owns the decoder's device. A turn takes messages, cancels and deaths, publishes what is
 complete, imports up to a byte budget, decodes one step of as many entries as the decoder computes
-together, and runs one prefill of its
-own if one waits.
+together, and runs one prefill of its own if one waits.
 """
 
 from __future__ import annotations

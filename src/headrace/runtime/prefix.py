@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 
 from headrace.backends.base import Kept
 from headrace.errors import LocalProtocolError
+from headrace.messages import MAX_CUTS
 from headrace.plan import Plan
 
 OWNER: Final = "owner"  # as a maker: the owner's own engine
@@ -113,7 +114,8 @@ class PrefixIndex:
         """What of the kept prompts a prompt can go on from, the longest first, then the latest.
 
         Only the same prompt, computed by one of `makers` with these cuts, unless `shared`: then
-        also what begins alike, however it was computed, up to a cut of it.
+        also what begins alike, however it was computed, up to a cut of it; but for what was cut so
+        often that one cut more cannot be told.
         """
         found: list[Found] = []
         for prompt in reversed(self._prompts.values()):
@@ -124,7 +126,7 @@ class PrefixIndex:
             as_asked = schedule.cuts == cuts and schedule.maker in makers
             if same and (shared or as_asked):
                 found.append(Found(prompt, len(tokens)))
-            elif shared and not same:
+            elif shared and not same and len(schedule.cuts) < MAX_CUTS:
                 positions = _shared_positions(prompt, tokens, can_reuse)
                 if positions:
                     found.append(Found(prompt, positions))

@@ -24,7 +24,7 @@ from headrace.backends.base import HostRange, PinsSlabs, PrefillEngine
 from headrace.backends.load import open_source
 from headrace.channel import Channel
 from headrace.engine.capacity import MORE_MEMORY
-from headrace.errors import HeadraceError, PeerDied, Refused, WouldBlock
+from headrace.errors import HeadraceError, PeerDied, Refused, Unquiet, WouldBlock
 from headrace.geometry import Layout, agree
 from headrace.memory import Slab
 from headrace.messages import (
@@ -50,7 +50,9 @@ from headrace.runtime.sink import SlotSink
 SourceChannel = Channel[FromSource, ToSource]
 
 UNQUIET_STATUS = 70
-"""Exit status of a source whose lease was given back while its engine computes on."""
+"""Exit status of a source whose slots only its end proves quiet: a lease was given back while its
+engine computes on, or cannot be, since a device may write on.
+"""
 
 
 class SourceProcess:
@@ -100,7 +102,12 @@ class SourceProcess:
     def _prefill(self, prefill: Prefill, plan: Plan, slot: memoryview) -> None:
         attempt = self._attempt = SourceAttempt(prefill, plan)
         sink = SlotSink(attempt, slot, self._channel.send, self._poll)
-        last = run_attempt(self._engine, attempt, sink, slot)
+        try:
+            last = run_attempt(self._engine, attempt, sink, slot)
+        except Unquiet as exc:
+            for message in attempt.fail(f"{type(exc).__name__}: {exc}"):
+                self._send_for_sure(message)
+            _end_unquiet(f"the slot of attempt {prefill.attempt} is not given back: {exc}")
         self._attempt = None
         for message in last:
             self._send_for_sure(message)
@@ -131,7 +138,7 @@ class SourceProcess:
                 return
             attempt = self._attempt
             if isinstance(message, Prefill):
-                _end_unquiet(message, attempt)
+                _end_unquiet(_given_back_early(message, attempt))
             if isinstance(message, Shutdown):
                 self._shutdown = True
             withdrawn = isinstance(message, Cancel) and (
@@ -162,14 +169,18 @@ def _pinned(engine: PrefillEngine, slab: Slab) -> Iterator[None]:
         engine.unregister(mapped)
 
 
-def _end_unquiet(granted: Prefill, running: SourceAttempt | None) -> NoReturn:
+def _given_back_early(granted: Prefill, running: SourceAttempt | None) -> str:
     engine = "an engine" if running is None else f"the engine of attempt {running.prefill.attempt}"
-    line = (
-        f"headrace: attempt {granted.attempt} was granted while {engine} still computes: its lease "
-        "was given back too early, and this process ends\n"
+    return (
+        f"attempt {granted.attempt} was granted while {engine} still computes: its lease was given "
+        "back too early"
     )
+
+
+def _end_unquiet(why: str) -> NoReturn:
+    """End as no engine and no device can prevent: it proves all slots quiet."""
     try:
-        os.write(2, line.encode())
+        os.write(2, f"headrace: {why}, and this process ends\n".encode())
     finally:
         os._exit(UNQUIET_STATUS)
 

@@ -1,4 +1,4 @@
-"""Bugs of the order in which a device does things, planted one at a time: a scene finds each.
+"""Bugs of the CUDA decoder and of pinning, planted one at a time: a scene finds each.
 
 How they are written down is told in `headrace.testing.planting`; the instances are scenes of
 `headrace.testing.device_scenes`.
@@ -9,8 +9,6 @@ from __future__ import annotations
 from typing import Final
 
 from headrace.backends.cuda import CudaDecoder
-from headrace.backends.cuda_source import CudaEngine
-from headrace.backends.device_carrier import DeviceCarrier
 from headrace.backends.lane_copies import CopyFence, LaneCopies
 from headrace.backends.pinning import Pins
 from headrace.engine.registration import Registrations
@@ -159,38 +157,6 @@ pinning_may_fail: it is forgotten what is registered
     self._nbytes[address] = nbytes => pass
 """
 
-_SOURCE: Final = r"""
-[DeviceCarrier.carry]
-cells_are_announced: states are copied while they are computed
-    device.wait(side, self._made) => pass
-cells_are_announced: the wrong stream waits for states
-    device.wait(side, self._made) => device.wait(device.compute, self._made)
-cells_are_announced: copies wait for an event of before
-    self._made = device.record(device.compute) => self._made = self._told
-cells_are_announced: nothing keeps the states that are copied
-    self._enqueue(_Queued(writing.copied, pieces)) => pass
-cells_are_announced: the event of an announcement is recorded before the copies
-    = self._made, device.record(side) => = self._made, writing.begun
-[DeviceCarrier.computed]
-cells_are_announced: copies of a layer wait for the layer before
-    self._made = None => pass
-[DeviceCarrier._poll]
-cells_are_announced: what is committed is announced at once
-    while self._queue and self._queue[0].copied.done(): => while self._queue:
-[DeviceCarrier.take_logits]
-cells_are_announced: logits are copied while they are computed
-    device.wait(side, device.record(device.compute)) => pass
-[DeviceCarrier.logits]
-cells_are_announced: logits are not waited for
-    self._wait_for(self._row_copied) => pass
-[CudaEngine.prefill_stream]
-cancels_leave_the_slot: a cancelled prefill is not drained
-    carrier.drain() => pass
-[DeviceCarrier.drain]
-cancels_leave_the_slot: draining does not wait
-    self._device.record(self._side).wait() => pass
-"""
-
 _PLACES: Final = {
     each.__name__: each
     for each in (
@@ -199,9 +165,7 @@ _PLACES: Final = {
         LaneCopies,
         Pins,
         Registrations,
-        CudaEngine,
-        DeviceCarrier,
     )
 }
 
-MUTANTS: Final = read_mutants(_DECODER + _PINS + _SOURCE, _PLACES)
+MUTANTS: Final = read_mutants(_DECODER + _PINS, _PLACES)

@@ -12,18 +12,14 @@ from typing import Final
 from headrace.backends.base import CopyTuning, Entry, Fence, HostRange, Reservation
 from headrace.backends.cpu import CpuDecoder
 from headrace.backends.cuda import CudaDecoder
-from headrace.backends.cuda_source import CudaEngine
-from headrace.backends.torch import TorchEngine
 from headrace.engine.device import Stream
 from headrace.engine.host import HostMemory
 from headrace.engine.loading import LoadedModel
 from headrace.errors import HeadraceError
 from headrace.geometry import Layout
-from headrace.messages import Route
-from headrace.plan import compile_plan
 from headrace.testing.conformance_decoder import Prompt
 from headrace.testing.fake.device import FakeDevice
-from headrace.testing.sinks import MemorySink, ask, region_bytes
+from headrace.testing.sinks import region_bytes
 
 CONTEXT: Final = 64
 NUM_TOKENS: Final = 40
@@ -42,7 +38,6 @@ class Ground:
     def __init__(self, model: LoadedModel) -> None:
         self.model = model
         self.rows = lru_cache(maxsize=None)(self._rows)
-        self.cells = lru_cache(maxsize=None)(self._cells)
 
     @contextmanager
     def decoder(
@@ -73,30 +68,11 @@ class Ground:
         decoder.close()
         return rows
 
-    def _cells(self, route: Route) -> tuple[dict[tuple[int, int], bytes], bytes]:
-        """The cells and the logits of `TOKENS`."""
-        engine = TorchEngine(self.model, CONTEXT)
-        sink = sink_of(engine, route)
-        engine.prefill_stream(TOKENS, sink)
-        engine.close()
-        return sink.cells(), sink.logits or b""
-
-
-TOKENS: Final = tuple(range(3, 3 + NUM_TOKENS))
-
 
 def prompt_of(
     decoder: CpuDecoder | CudaDecoder, layout: Layout = "head_major", seed: int = 0
 ) -> Prompt:
     return Prompt(decoder, layout, NUM_TOKENS, CONTEXT, seed)
-
-
-def sink_of(
-    engine: TorchEngine | CudaEngine, route: Route, cancel_at: int | None = None
-) -> MemorySink:
-    manifest = engine.manifest()
-    plan = compile_plan(manifest, "head_major", NUM_TOKENS, CONTEXT)
-    return MemorySink(plan, ask(NUM_TOKENS, route), cancel_at=cancel_at)
 
 
 def decode(decoder: CpuDecoder | CudaDecoder, entry: Entry) -> list[bytes]:
@@ -157,21 +133,6 @@ def slab_of(prompt: Prompt) -> HostMemory:
 
 def range_of(memory: HostMemory) -> HostRange:
     return HostRange(memory.address, memory.nbytes)
-
-
-@contextmanager
-def engine_on(ground: Ground, seed: int) -> Iterator[tuple[CudaEngine, FakeDevice]]:
-    device = FakeDevice(all_pinned=True, seed=seed)
-    engine = CudaEngine(ground.model, CONTEXT, device)
-    try:
-        with device.watched():
-            yield engine, device
-    except BaseException:
-        device.fail("the scene is over")
-        raise
-    finally:
-        with suppress(HeadraceError):
-            engine.close()
 
 
 def said_by(act: Callable[[], object]) -> int:

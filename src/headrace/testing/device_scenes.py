@@ -1,4 +1,4 @@
-"""Short scenes on a device model: each shows one thing that a decoder or a source must keep.
+"""Short scenes on a device model: each shows one thing that a decoder must keep.
 
 A scene ends quietly, or raises `Broken` or what the code or the device model raised. They are the
 instances of the bugs in `headrace.testing.device_bugs`.
@@ -8,31 +8,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Final
 
 from headrace.backends.base import SlotView, TimedFence
 from headrace.backends.pinning import PROBE_NBYTES, Pins
 from headrace.engine.host import HostMemory
-from headrace.errors import Cancelled, LocalProtocolError
+from headrace.errors import LocalProtocolError
 from headrace.geometry import Layout
 from headrace.testing.device_ground import (
     KEEP_NBYTES,
     NUM_TOKENS,
-    TOKENS,
     Broken,
     Ground,
     Slot,
-    address_of,
     check,
     decode,
-    engine_on,
     fenced,
     landed,
     prompt_of,
     range_of,
     said_by,
-    sink_of,
     slab_of,
     stream_of,
     until_done,
@@ -101,7 +96,7 @@ def fences_tell(ground: Ground) -> None:
 
 def slots_are_let_go(ground: Ground) -> None:
     """A fence that is done keeps nothing, and its times are in order."""
-    with ground.decoder() as (decoder, device):
+    with ground.decoder() as (decoder, _):
         prompt = prompt_of(decoder)
         slot = Slot(prompt.view.buffer)
         view = SlotView(memoryview(slot), slot.address, "head_major")
@@ -264,40 +259,6 @@ def small_is_tried_first(ground: Ground) -> None:
     device.close()
 
 
-# The source.
-
-
-def cells_are_announced(ground: Ground) -> None:
-    """What is announced has landed, on every route, and so have the logits."""
-    for route in ("streamed", "whole"):
-        for seed in range(2):
-            with engine_on(ground, seed) as (engine, device):
-                sink = sink_of(engine, route)
-                engine.prefill_stream(TOKENS, sink)
-                cells, logits = ground.cells(route)
-                told = dict.fromkeys(cells, b"")
-                for (layer, part, *_), nbytes in (x for s in sink.snapshots for x in s.items()):
-                    told[layer, part] = nbytes
-                check(told == cells, f"{route}: announced before it was there")
-                check(sink.cells() == cells, f"{route}: other cells")
-                check(sink.logits == logits, f"{route}: other logits")
-            check(not device.faults, "; ".join(device.faults))
-
-
-def cancels_leave_the_slot(ground: Ground) -> None:
-    """When a cancelled prefill returns, no copy is on its way into the slot."""
-    for cancel_at in range(1, 12):
-        with engine_on(ground, cancel_at) as (engine, device):
-            sink = sink_of(engine, "streamed", cancel_at)
-            with suppress(Cancelled):
-                engine.prefill_stream(TOKENS, sink)
-            address = address_of(sink.buffer)
-            device.unmapped(address, len(sink.buffer))
-            after = sink_of(engine, "streamed")
-            engine.prefill_stream(TOKENS, after)
-            check(after.cells() == ground.cells("streamed")[0], "the next prefill is wrong")
-
-
 SCENES: Final[Mapping[str, Callable[[Ground], None]]] = {
     each.__name__: each
     for each in (
@@ -314,7 +275,5 @@ SCENES: Final[Mapping[str, Callable[[Ground], None]]] = {
         closing_drains,
         pinning_may_fail,
         small_is_tried_first,
-        cells_are_announced,
-        cancels_leave_the_slot,
     )
 }

@@ -75,7 +75,7 @@ a_cancel_leaves_the_slot_quiet: another stream is drained
 a_cancel_leaves_the_slot_quiet: a cancelled prefill is not drained
     carrier.drain() => pass
 a_cancel_leaves_the_slot_quiet: only an interrupted prefill is drained
-    except BaseException: => except KeyboardInterrupt:
+    except BaseException as exc: => except KeyboardInterrupt as exc:
 """
 
 MUTANTS: Final = read_mutants(_BUGS, {each.__name__: each for each in (DeviceCarrier, CudaEngine)})

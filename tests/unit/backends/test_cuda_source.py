@@ -12,7 +12,7 @@ from headrace.backends.base import HostRange, PinsSlabs
 from headrace.backends.cuda_source import CudaEngine
 from headrace.engine.device import Event, Stream
 from headrace.engine.loading import load_model
-from headrace.errors import BackendUnavailable, Cancelled, Closed, DeviceError, Refused
+from headrace.errors import BackendUnavailable, Cancelled, Closed, Refused, Unquiet
 from headrace.ids import Span
 from headrace.memory import Slab
 from headrace.messages import Route
@@ -82,8 +82,7 @@ def test_a_layer_group_is_announced_while_later_ones_are_computed() -> None:
     sink.on_commit = lambda spans: told.append("spans")
     fill(engine_on(device), sink)
     assert told.count("spans") == 4 * 5
-    before_the_last_layer = told[: len(told) - told[::-1].index("layer")]
-    assert before_the_last_layer.count("spans") > 4 * 3
+    assert "spans" in told[: len(told) - told[::-1].index("layer")]
     assert device.counts["host_waits"] == 0  # the host only looked
 
 
@@ -241,10 +240,10 @@ def _raise(*arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("copy", [1, 5, 9])
-def test_a_device_that_fails_says_so_and_nothing_more_is_told(copy: int) -> None:
+def test_a_device_that_fails_is_not_known_to_be_quiet_and_nothing_more_is_told(copy: int) -> None:
     device = FakeDevice(all_pinned=True, failing_copy=copy)
     sink = sink_for("llama", options("streamed", NUM_TOKENS))
-    with pytest.raises(DeviceError, match="a copy failed, as was asked for"):
+    with pytest.raises(Unquiet, match="a copy failed, as was asked for"):
         fill(engine_on(device), sink)
     assert len(sink.spans) == (copy - 1) // 2  # two copies to a layer, the logits last
     assert sink.logits is None

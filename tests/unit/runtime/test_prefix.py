@@ -11,6 +11,7 @@ import pytest
 from headrace.backends.base import Kept
 from headrace.errors import LocalProtocolError
 from headrace.geometry import Full
+from headrace.messages import MAX_CUTS
 from headrace.runtime.prefix import (
     Found,
     KeptPrompt,
@@ -146,6 +147,18 @@ def test_a_cut_that_the_chunk_makes_by_itself_leaves_the_schedule_as_it_is() -> 
     assert schedule(chunk=4, cuts=(3,)).cut_at(7) == schedule(chunk=4, cuts=(3,))
     assert schedule(cuts=(3, 9)).cut_at(5) == schedule(cuts=(3, 5))
     assert schedule().cut_at(5) == schedule(cuts=(5,))
+
+
+def test_what_was_cut_as_often_as_can_be_told_is_offered_whole_only() -> None:
+    """A conversation adds a cut with each turn."""
+    index, decoder = PrefixIndex(10_000), Decoder()
+    tokens = list(range(MAX_CUTS + 2))
+    most = tuple(range(1, MAX_CUTS + 1))
+    kept = add(index, decoder, tokens, schedule(cuts=most))
+    assert find(index, [*tokens, 1]) == []
+    assert find(index, tokens) == [Found(kept, len(tokens))]
+    shorter = add(index, decoder, tokens, schedule(cuts=most[:-1]))
+    assert find(index, [*tokens, 1]) == [Found(shorter, len(tokens))]
 
 
 def test_positions_that_the_decoder_cannot_go_on_from_are_not_offered() -> None:

@@ -1,7 +1,4 @@
-"""What lies under the device model: its state, what is checked at each call, and how work is queued.
-
-It is apart from `headrace.testing.fake.device` for the length of the file only.
-"""
+"""What lies under the device model: its state, and how work is checked and queued."""
 
 from __future__ import annotations
 
@@ -93,6 +90,11 @@ class Core:
             ("copies", "copied_nbytes", "pageable_copies", "kernels", "host_waits"), 0
         )
         self.compute: Stream = self._queues.stream("compute")
+
+    def fail(self, text: str) -> None:
+        """The device fails, for good."""
+        self._failure = self._failure or DeviceError(f"{self.name}: {text}")
+        self._queues.drop()
 
     # What its events and calls ask of it.
 

@@ -191,11 +191,6 @@ class FakeDevice(Core):
         self._unmapped.append((address, address + nbytes))
         self._sound()
 
-    def fail(self, text: str) -> None:
-        """The device fails, for good."""
-        self._failure = self._failure or DeviceError(f"{self.name}: {text}")
-        self._queues.drop()
-
 
 def _copy_rows(target: Rows, source: Rows, row_nbytes: int, num_rows: int) -> None:
     for row in range(num_rows):
