@@ -105,8 +105,8 @@ class SourceProcess:
         try:
             last = run_attempt(self._engine, attempt, sink, slot)
         except Unquiet as exc:
-            for message in attempt.fail(f"{type(exc).__name__}: {exc}"):
-                self._send_for_sure(message)
+            for failed in attempt.fail(f"{type(exc).__name__}: {exc}"):
+                self._send_for_sure(failed)
             _end_unquiet(f"the slot of attempt {prefill.attempt} is not given back: {exc}")
         self._attempt = None
         for message in last:

@@ -16,7 +16,7 @@ from headrace.errors import BackendUnavailable, Cancelled, Closed, Refused, Unqu
 from headrace.ids import Span
 from headrace.memory import Slab
 from headrace.messages import Route
-from headrace.testing.fake.device import FakeEvent
+from headrace.testing.fake.core import FakeEvent
 from headrace.testing.fake_device import FakeDevice
 from tests.e2e.families import FakeSink, directory_of, make_prompt, options, source_of
 from tests.unit.backends.device_sinks import check_quiet, sink_for, timed, watched
