@@ -104,6 +104,7 @@ class DecoderOwner(Shell):
             share=import_share,
             chunk_nbytes=chunk_nbytes,
             budget_nbytes=budget_nbytes,
+            copies=decoder.caps.copies,
         )
         self._each_turn: list[Callable[[], None]] = []
 
@@ -242,8 +243,11 @@ class DecoderOwner(Shell):
 
     def next_turn_s(self) -> float | None:
         """Seconds after which a turn is due although nothing comes in; None = no such time."""
-        busy = self._decoding or self._flights or self._sources.local_waits
-        if busy or self._machine.has_pieces:
+        if self._decoding or self._sources.local_waits:
+            return 0.0
+        if self._flights:
+            return self._importing.look_again_s()
+        if self._machine.has_pieces:
             return 0.0
         due = (self._machine.next_deadline_ns(), self._sources.next_due_ns())
         due_ns = min((at_ns for at_ns in due if at_ns is not None), default=None)

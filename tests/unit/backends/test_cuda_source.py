@@ -12,13 +12,31 @@ from headrace.backends.base import HostRange, PinsSlabs
 from headrace.backends.cuda_source import CudaEngine
 from headrace.engine.device import Event, Stream
 from headrace.engine.loading import load_model
-from headrace.errors import BackendUnavailable, Cancelled, Closed, Refused, Unquiet
+from headrace.errors import (
+    BackendUnavailable,
+    Cancelled,
+    Closed,
+    LocalProtocolError,
+    Refused,
+    Unquiet,
+)
 from headrace.ids import Span
 from headrace.memory import Slab
 from headrace.messages import Route
+from headrace.plan import compile_plan
 from headrace.testing.fake.core import FakeEvent
 from headrace.testing.fake_device import FakeDevice
-from tests.e2e.families import FakeSink, directory_of, make_prompt, options, source_of
+from headrace.testing.sinks import MemorySink, ask
+from tests.e2e.families import (
+    CONTEXT,
+    FakeSink,
+    decoder_of,
+    directory_of,
+    make_prompt,
+    make_sink,
+    options,
+    source_of,
+)
 from tests.unit.backends.device_sinks import check_quiet, sink_for, timed, watched
 
 ROUTES: tuple[Route, ...] = ("whole", "chunked", "streamed")
@@ -60,11 +78,30 @@ def test_it_gives_the_torch_engines_bytes(route: Route, family: str, pinned: boo
     assert device.faults == []
 
 
+@by_route
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_from_a_start_it_gives_what_the_torch_engine_does(route: Route, family: str) -> None:
+    """It computes all, cut where it is told to be, and carries what comes after `start`."""
+    plain, device = source_of(family), FakeDevice(all_pinned=True, polls_per_step=5)
+    engine = engine_on(device, family)
+    decoder = decoder_of(family).manifest()
+    for start, cuts in ((0, (5, 30)), (30, (5, 30)), (42, (42,))):
+        asked = ask(NUM_TOKENS, route, prefill_chunk=16, start=start, cuts=cuts)
+        plan = compile_plan(decoder, "head_major", NUM_TOKENS, CONTEXT, start)
+        wanted, got = MemorySink(plan, asked), MemorySink(plan, asked)
+        plain.prefill_stream(make_prompt(NUM_TOKENS), wanted, start)
+        engine.prefill_stream(make_prompt(NUM_TOKENS), got, start)
+        assert (got.cells(), got.logits) == (wanted.cells(), wanted.logits)
+        assert (got.commits, got.snapshots) == (wanted.commits, wanted.snapshots)
+        assert not got.stray_bytes()
+        with pytest.raises(LocalProtocolError):
+            engine.prefill_stream(make_prompt(NUM_TOKENS), got, start + 1)
+    assert device.faults == []
+
+
 def test_it_gives_them_in_half_precision() -> None:
     engine = engine_on(FakeDevice(all_pinned=True), "gemma3", "bfloat16")
     plain, asked = source_of("gemma3", "bfloat16"), options("streamed", NUM_TOKENS, chunk=16)
-    from tests.e2e.families import decoder_of, make_sink
-
     wanted, got = (
         make_sink(plain.manifest(), decoder_of("gemma3", "bfloat16").manifest(), asked)
         for _ in range(2)
