@@ -47,11 +47,13 @@ class DeviceTimes(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     """When a device did something, by its own events, brought to the host's CLOCK_MONOTONIC in ns.
 
     error_ns: by how much the two readings may be off, since the clocks were compared from outside.
+    kind: `fake` where the device is a model of one, of whose times nothing may be claimed.
     """
 
     begun_ns: Count
     ended_ns: Count
     error_ns: Count
+    kind: Literal["real", "fake"] = "real"
 
 
 # Owner to source.
@@ -300,7 +302,7 @@ class Interval(_Message, frozen=True, tag="interval"):
     the request's first step, heard the cancel, gave the terminal, had the storage back (drain).
 
     clock: `host` is CLOCK_MONOTONIC in ns; `device` is a device's own events, brought to it with an
-    error of at most `error_ns`.
+    error of at most `error_ns`; `fake` are those of a model of a device.
     """
 
     kind: IntervalKind
@@ -308,7 +310,7 @@ class Interval(_Message, frozen=True, tag="interval"):
     begun_ns: Count
     ended_ns: Count
     nbytes: Count
-    clock: Literal["host", "device"]
+    clock: Literal["host", "device", "fake"]
     error_ns: Count = 0
 
 

@@ -48,8 +48,12 @@ def probe(
     chunks: Sequence[int] = CHUNKS,
     depths: Sequence[int] = DEPTHS,
     total_nbytes: int = _TOTAL_NBYTES,
+    *,
+    pin: bool = True,
 ) -> Probed:
     """Measure host-to-device copies; takes some tenths of a second, and gives all memory back.
+
+    `pin`: False to measure pageable memory.
 
     Raises:
         Refused: there is no memory for it. DeviceError: the device failed.
@@ -58,9 +62,10 @@ def probe(
     host = HostMemory(largest, "the copy probe")
     scratch = device.empty(largest)
     pinned = False
-    with suppress(PinFailed):
-        device.register(host.address, largest, read_only=False)
-        pinned = True
+    if pin:
+        with suppress(PinFailed):
+            device.register(host.address, largest, read_only=False)
+            pinned = True
     device.synchronize()
     try:
         _rate(device, scratch.data_ptr(), host.address, largest, 1, largest)  # the first is slow

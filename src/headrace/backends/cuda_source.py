@@ -62,6 +62,7 @@ def open(config: Mapping[str, Any]) -> CudaEngine:
             attention=options.attn,
             device=device.torch_device,
         )
+        device.synchronize()  # weights are loaded on a stream of torch's own
         return CudaEngine(model, options.max_positions or model.max_positions, device)
     except BaseException:
         device.close()

@@ -265,8 +265,14 @@ def _skipped(cell: Cell, routes: set[str], file: RowFile, say: Callable[[str], N
 class CurveBench:
     """One source, slab, lane and owner, for prompts of one length in one setting."""
 
-    def __init__(self, cell: Cell, *, warm_up: bool = True) -> None:
-        """`warm_up`: with a prompt of the full length by the whole route, else of one token."""
+    def __init__(
+        self, cell: Cell, *, warm_up: bool = True, decoder: Decoder | None = None
+    ) -> None:
+        """`warm_up`: with a prompt of the full length by the whole route, else of one token.
+
+        `decoder`: a memory-only one for the cell's prompt, closed with the bench; by default one
+        of host memory.
+        """
         self._cell = cell
         self._prompt = cell.prompt
         self._served = 0
@@ -275,7 +281,9 @@ class CurveBench:
             source = SourceHandle("replay", _source_options(cell), num_slots=1)
             undo.callback(source.close)
             source.start()
-            decoder: Decoder = NullDecoder(cell.geometry.decoder(), context=num_tokens, lanes=1)
+            if decoder is None:
+                decoder = NullDecoder(cell.geometry.decoder(), context=num_tokens, lanes=1)
+            undo.callback(decoder.close)
             if setting.link_gb_per_s:
                 decoder = LinkDecoder(decoder, setting.link_gb_per_s * 1e9)
             self._stand = Stand(source, decoder, context=num_tokens)

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from headrace.backends.base import Decoder, Done, Entry, Fence, Reservation, SlotView
+from headrace.backends.base import (
+    Decoder,
+    Done,
+    Entry,
+    Fence,
+    HostRange,
+    PinsSlabs,
+    Reservation,
+    SlotView,
+)
 from headrace.errors import LocalProtocolError
 from headrace.geometry import Layout, Manifest
 from headrace.plan import Copy
@@ -64,6 +73,15 @@ class DiscardingDecoder:
 
     def decode_step(self, active: Sequence[tuple[Entry, int]]) -> list[memoryview]:
         return self._inner.decode_step(active)
+
+    def register(self, slab: HostRange) -> None:
+        """Pin a slab, if the other one pins slabs."""
+        if isinstance(self._inner, PinsSlabs):
+            self._inner.register(slab)
+
+    def unregister(self, slab: HostRange) -> None:
+        if isinstance(self._inner, PinsSlabs):
+            self._inner.unregister(slab)
 
     def statistics(self) -> Mapping[str, int]:
         return self._inner.statistics()

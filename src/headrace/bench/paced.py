@@ -25,6 +25,7 @@ _RAMP = [(index % 1021) / 510 - 1 for index in range(1021 * 64)]
 _NUMBERS: Final[dict[str, bytes]] = {
     "float32": array("f", _RAMP).tobytes(),
     "float16": struct.pack(f"<{len(_RAMP)}e", *_RAMP),
+    "bfloat16": b"".join(struct.pack("<f", each)[2:] for each in _RAMP),
 }
 
 

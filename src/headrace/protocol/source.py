@@ -289,6 +289,7 @@ def _joined(one: DeviceTimes | None, other: DeviceTimes | None) -> DeviceTimes |
         min(one.begun_ns, other.begun_ns),
         max(one.ended_ns, other.ended_ns),
         max(one.error_ns, other.error_ns),
+        "real" if one.kind == other.kind == "real" else "fake",
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from headrace.ids import Span
 from headrace.messages import DeviceTimes, Interval, IntervalKind, Progress, SourceFinal
@@ -19,6 +19,7 @@ from headrace.telemetry.recording import LOCAL_GRANT as LOCAL_GRANT
 from headrace.telemetry.recording import REMOTE_GRANT as REMOTE_GRANT
 from headrace.telemetry.spans import name_of
 
+Clock: TypeAlias = Literal["host", "device", "fake"]
 What: TypeAlias = Span | tuple[Span, ...] | str
 
 
@@ -69,7 +70,8 @@ def _read(
 ) -> Interval:
     if ran is None:
         return Interval(kind, name, begun_ns, ended_ns, nbytes, "host")
-    return Interval(kind, name, ran.begun_ns, ran.ended_ns, nbytes, "device", ran.error_ns)
+    clock: Clock = "device" if ran.kind == "real" else "fake"
+    return Interval(kind, name, ran.begun_ns, ran.ended_ns, nbytes, clock, ran.error_ns)
 
 
 def _named(what: What) -> str:

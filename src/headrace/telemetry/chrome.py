@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import count
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
 from headrace.ids import Span
 from headrace.messages import Interval, IntervalKind
-from headrace.telemetry.claim import Evidence
 from headrace.telemetry.clocks import Aligned, align, pairs
 from headrace.telemetry.recording import Recording
 from headrace.telemetry.report import computes_too, report_of
@@ -23,11 +22,12 @@ from headrace.telemetry.spans import spans_of
 from headrace.telemetry.words import as_object
 
 Event: TypeAlias = dict[str, Any]
+Side: TypeAlias = Literal["host", "device"]
 
 MESSAGE_US: Final = 1.0
 
 _MESSAGES: Final[tuple[IntervalKind, ...]] = ("announced", "final", "validated")
-_LANES: Final[tuple[tuple[str, Evidence | None, tuple[IntervalKind, ...]], ...]] = (
+_LANES: Final[tuple[tuple[str, Side | None, tuple[IntervalKind, ...]], ...]] = (
     ("source", "host", ("compute", "write")),  # None: of whatever clock
     ("source's device, computing", "device", ("compute",)),
     ("source's device, copying", "device", ("write",)),
@@ -69,6 +69,11 @@ def encode(recording: Recording) -> bytes:
     return msgspec.json.encode(file)
 
 
+def side_of(interval: Interval) -> Side:
+    """Whose reading an interval is; that of a fake device is drawn like a device's."""
+    return "host" if interval.clock == "host" else "device"
+
+
 def tracks(intervals: Iterable[Interval]) -> list[list[Interval]]:
     """The intervals in as few rows as it takes for none to overlap another of its row."""
     rows: list[list[Interval]] = []
@@ -87,7 +92,7 @@ def _events(pid: int, run: Aligned, ids: Iterator[int]) -> Iterator[Event]:
     places: dict[int, int] = {}  # an interval's identity -> its thread
     numbers = count(1)
     for lane, clock, kinds in _LANES:
-        intervals = [each for each in run.of(*kinds) if clock in (None, each.clock)]
+        intervals = [each for each in run.of(*kinds) if clock in (None, side_of(each))]
         for index, row in enumerate(tracks(intervals) or [[]] * (clock != "device")):
             tid = next(numbers)
             yield _meta(pid, tid, "thread_name", lane if not index else f"{lane} ({index + 1})")
@@ -112,7 +117,7 @@ def _called(run: Aligned, interval: Interval) -> str:
 
 def _slice(pid: int, tid: int, interval: Interval, name: str) -> Event:
     instant = interval.kind in _MESSAGES
-    error = {"error_us": interval.error_ns / 1e3} if interval.clock == "device" else {}
+    error = {"error_us": interval.error_ns / 1e3} if side_of(interval) == "device" else {}
     dur = MESSAGE_US if instant else max(0, interval.ended_ns - interval.begun_ns) / 1e3
     return {
         "ph": "X",

@@ -3,7 +3,7 @@
 An import and a computing of the source overlapped on their devices if
 
 - both were read from devices, as was all else that the source computed and the owner imported: one
-  host reading makes all of it a host overlap;
+  host reading makes all of it a host overlap, and one of a fake device an overlap of fakes;
 - and both lasted together for longer than the sum of the errors of the two readings, to which that
   of the shift comes where the source's clock was another.
 
@@ -14,13 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from headrace.messages import Interval
 from headrace.telemetry.clocks import Aligned
 from headrace.telemetry.times import Stretch, length_ns, overlap, union, union_of
 
-Evidence: TypeAlias = Literal["host", "device"]
+Evidence: TypeAlias = Literal["host", "fake", "device"]
+
+
+_WEAKEST_FIRST: Final[tuple[Evidence, ...]] = ("host", "fake", "device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +44,16 @@ class Overlap:
 
     @property
     def evidence(self) -> Evidence:
-        """`device` only if both sides are."""
-        return "device" if self.source == self.owner == "device" else "host"
+        """The weaker of both sides."""
+        sides = self.source, self.owner
+        return next(each for each in _WEAKEST_FIRST if each in sides)
 
 
 def overlap_of(run: Aligned) -> Overlap:
     """What a run's intervals show; no instant counts twice."""
     computed, imported = run.of("compute"), run.of("import")
     sides = _clock_of(computed), _clock_of(imported)
-    if sides != ("device", "device"):
+    if "host" in sides:
         at_work = union_of(run.of("compute", "write"))
         length = length_ns(overlap(at_work, union_of(imported)))
         return Overlap(*sides, length, 0, None)
@@ -60,14 +64,14 @@ def overlap_of(run: Aligned) -> Overlap:
         *sides,
         length_ns(overlap(union_of(computed), union_of(imported))),
         max((error_ns for _, error_ns in found), default=0),
-        length_ns(kernels) or None,
+        None if "fake" in sides else length_ns(kernels) or None,
     )
 
 
 def _clock_of(intervals: Iterable[Interval]) -> Evidence:
-    """One host reading, or no reading at all, makes it `host`."""
+    """The weakest of them; no reading at all is `host`."""
     clocks = {each.clock for each in intervals}
-    return "device" if clocks == {"device"} else "host"
+    return next((each for each in _WEAKEST_FIRST if each in clocks), "host")
 
 
 def _together(

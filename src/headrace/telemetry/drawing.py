@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from headrace.messages import Interval, IntervalKind
-from headrace.telemetry.chrome import tracks
-from headrace.telemetry.claim import Evidence
+from headrace.telemetry.chrome import Side, side_of, tracks
 from headrace.telemetry.clocks import Aligned, pairs
 from headrace.telemetry.report import computes_too
 from headrace.telemetry.tail import LABELS, Piece, pieces
@@ -36,7 +35,7 @@ MARKS: Final[dict[IntervalKind, str]] = {
 }
 
 _BOTH: Final = "computes + writes"
-_ROWS: Final[tuple[tuple[str, Evidence | None, tuple[IntervalKind, ...]], ...]] = (
+_ROWS: Final[tuple[tuple[str, Side | None, tuple[IntervalKind, ...]], ...]] = (
     ("source computes", "host", ("compute",)),  # None: of whatever clock
     ("device computes", "device", ("compute",)),
     (_BOTH, "host", ("write",)),
@@ -101,7 +100,7 @@ def rows_of(run: Aligned) -> list[Row]:
             bars_of = [
                 each
                 for each in of_kinds
-                if clock in (None, each.clock) and _belongs(run, label, each)
+                if clock in (None, side_of(each)) and _belongs(run, label, each)
             ]
             lanes = tracks(bars_of)
             if label in _ALWAYS and not of_kinds:
@@ -159,7 +158,7 @@ def _bars(run: Aligned, frame: Frame, row: Row) -> Iterator[str]:
     for number, each in enumerate(row.bars):
         if frame.meets(each.begun_ns, each.ended_ns):
             both = computes_too(run, each)
-            on_device = " device" * (each.clock == "device")
+            on_device = " device" * (side_of(each) == "device")
             name = ("write both" if both else each.kind) + on_device + " odd" * (number % 2)
             stretch = each.begun_ns, max(each.begun_ns, each.ended_ns)
             says = _title(each, frame, "compute and write" if both else each.kind)
@@ -194,7 +193,7 @@ def _title(each: Interval, frame: Frame, what: str) -> str:
     lasting = f", {_ms(took)}" if took else ""
     moved = f", {each.nbytes} bytes" if each.nbytes else ""
     begun = frame.clock(each.begun_ns)
-    error = f", within {each.error_ns / 1e3:.1f} us" if each.clock == "device" else ""
+    error = f", within {each.error_ns / 1e3:.1f} us" if side_of(each) == "device" else ""
     return f"{what} {each.name}: at {begun}{lasting}{moved} ({each.clock} clock{error})"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from headrace.messages import Interval, IntervalKind
+from headrace.telemetry.chrome import side_of
 from headrace.telemetry.clocks import Aligned, align
 from headrace.telemetry.drawing import MARKS, Frame, draw_lanes, escape
 from headrace.telemetry.recording import Recording
@@ -115,7 +116,9 @@ def _bars(run: Aligned) -> Iterator[tuple[str, str]]:
             yield kind, word
         if by_device:
             error_us = max(each.error_ns for each in by_device) / 1e3
-            told = f"by its own events, within {error_us:.1f} us"
+            fake = any(each.clock == "fake" for each in by_device)
+            events = "by the events of a fake device" if fake else "by its own events"
+            told = f"{events}, within {error_us:.1f} us"
             yield f"{kind} device", f"{_DEVICE_BARS.get(kind, word)}, {told}"
 
 
@@ -123,8 +126,8 @@ def _read_from(run: Aligned, kind: IntervalKind) -> tuple[list[Interval], list[I
     """The intervals of a kind that were read from the host, and from a device."""
     found = run.of(kind)
     return (
-        [each for each in found if each.clock == "host"],
-        [each for each in found if each.clock == "device"],
+        [each for each in found if side_of(each) == "host"],
+        [each for each in found if side_of(each) == "device"],
     )
 
 

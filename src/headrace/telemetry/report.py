@@ -66,7 +66,7 @@ class Report:
 
     @property
     def evidence(self) -> Evidence:
-        """What the overlap was read from: `device` only if both sides were."""
+        """What the overlap was read from: the weaker of both sides."""
         return self.overlap.evidence
 
     @property
@@ -126,7 +126,7 @@ def computes_too(run: Aligned, interval: Interval) -> bool:
     it too, that layer may be computed after them, unless the prefill had ended before. A device
     tells the two apart.
     """
-    told_apart = interval.kind != "write" or interval.clock == "device"
+    told_apart = interval.kind != "write" or interval.clock != "host"
     if told_apart or of_one_layer(interval.name):
         return False
     return run.final_ns is None or interval.begun_ns < run.final_ns

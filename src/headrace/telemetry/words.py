@@ -13,9 +13,11 @@ from headrace.telemetry.tail import LABELS, PARTS
 NO_CLAIM: Final = "nothing is claimed about kernels"
 HOST_ONLY: Final = f"host intervals: {NO_CLAIM}"
 BOTH_DEVICES: Final = "device events of both sides"
+FAKES: Final = f"events of a fake device: {NO_CLAIM}"
 
 ONE_THREAD: Final = "one process, one thread: the owner computed the prompt itself"
 
+_EVENTS: Final = {"device": "device events", "fake": "events of a fake device"}
 _CONTRADICT: Final = "the two clocks contradict each other"
 
 
@@ -81,11 +83,13 @@ def overlap(report: Report) -> tuple[str, str]:
     if report.evidence == "host":
         worked = f"{_ms(report.overlap_ns)} of importing while the source worked"
         return name, f"{worked} ({_host_grounds(report)})"
+    computed = f"{_ms(report.overlap_ns)} of importing while the source computed"
+    if report.evidence == "fake":
+        return name, f"{computed} ({FAKES})"
     within = f"each stretch within {_us(report.overlap.error_ns)}"
     if report.kernel_overlap_ns is not None:
         computed = f"{_ms(report.kernel_overlap_ns)} of importing while the source computed"
         return name, f"{computed} ({BOTH_DEVICES}, {within}; shorter ones are not counted)"
-    computed = f"{_ms(report.overlap_ns)} of importing while the source computed"
     if not report.overlap_ns:
         return name, f"{computed} ({BOTH_DEVICES})"
     return name, f"{computed} ({BOTH_DEVICES}, but no stretch beyond its error: {NO_CLAIM})"
@@ -94,8 +98,8 @@ def overlap(report: Report) -> tuple[str, str]:
 def _host_grounds(report: Report) -> str:
     """What is claimed where a side was read from the host, and which one."""
     for side, other in (("source", report.overlap.owner), ("owner", report.overlap.source)):
-        if other == "device":
-            return f"device events of one side, host intervals of the {side}: {NO_CLAIM}"
+        if other != "host":
+            return f"{_EVENTS[other]} of one side, host intervals of the {side}: {NO_CLAIM}"
     return HOST_ONLY
 
 
@@ -156,7 +160,8 @@ def _source(report: Report) -> str:
         (report.both_ns, "computing and writing, several layers to a message"),
         (report.write_ns, "writing"),
     )
-    by = ", by device events" if report.overlap.source == "device" else ""
+    clock = report.overlap.source
+    by = "" if clock == "host" else f", by {_EVENTS[clock]}"
     found = ", ".join(f"{_ms(ns)} {what}" for ns, what in told if ns)
     return f"{found}{by}" if found else ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -347,7 +348,7 @@ def test_a_closed_engine_says_so_and_leaves_a_shared_device_open() -> None:
     device.synchronize()  # it is open
     own = FakeDevice()
     engine_on(own).close()
-    with pytest.raises(Exception, match="was closed"):
+    with pytest.raises(LocalProtocolError, match="was closed"):
         own.synchronize()
 
 
@@ -355,6 +356,31 @@ def test_a_closed_engine_says_so_and_leaves_a_shared_device_open() -> None:
 def test_without_a_gpu_it_is_unavailable_in_a_sentence() -> None:
     with pytest.raises(BackendUnavailable, match=r"^cuda: "):
         cuda_source.open({"model": str(directory_of("llama"))})
+
+
+def test_it_opens_on_the_device_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    device = FakeDevice()
+
+    def opened(index: int) -> FakeDevice:
+        asked.append(index)
+        return device
+
+    monkeypatch.setattr(cuda_source, "open_device", opened)
+    engine = cuda_source.open({"model": str(directory_of("llama")), "device": 2})
+    assert (asked, engine.manifest().max_positions) == ([2], 512)
+    engine.close()
+
+
+def test_what_cannot_be_loaded_gives_its_device_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    device = FakeDevice()
+    monkeypatch.setattr(cuda_source, "open_device", lambda index: device)
+    with pytest.raises(Refused, match=r"no config\.json"):
+        cuda_source.open({"model": str(tmp_path)})
+    with pytest.raises(LocalProtocolError, match="was closed"):
+        device.synchronize()
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,17 @@ def test_commits_that_are_told_together_are_told_from_first_to_last(missing: int
         assert message.computed == message.copied == (None if hole else whole)
 
 
+@pytest.mark.parametrize("fake", [0, 1])
+def test_what_a_fake_device_did_among_others_is_told_as_fake(fake: int) -> None:
+    attempt = emitter([150])
+    sent: list[Progress] = []
+    for at, span in enumerate(single_spans(2)):
+        ran = DeviceTimes(at, at + 1, 0, "fake" if at == fake else "real")
+        sent += attempt.commit([span], [], 5, computed=ran, copied=ran)
+    (message,) = sent
+    assert message.computed == DeviceTimes(0, 2, 0, "fake")
+
+
 @pytest.mark.parametrize("token", [0, 5])
 def test_a_final_may_be_a_token(token: int) -> None:
     assert complete().final(token, 25, 30) == [SourceFinal(A, 0, 0, "token", token, 10, 25)]

@@ -100,6 +100,16 @@ def test_what_a_device_tells_stands_for_what_the_host_read() -> None:
     assert (measured.import_ns, measured.last_group_ns) == (20, 60)
 
 
+def test_what_a_fake_device_tells_is_told_as_fake() -> None:
+    request = Request(RequestId(1, 2), 4, RequestOptions(trace=True))
+    record = Record(request, 5)
+    real, fake = DeviceTimes(1, 2, 0), DeviceTimes(3, 4, 0, "fake")
+    record.heard(Progress(ATTEMPT, 0, 0, (Span(0, 1, 0, 4),), (), 10, 30, 40, real, fake), PLAN)
+    record.imported(Span(0, 1, 0, 4), 50, 60, 100, fake)
+    assert [each.clock for each in request.source_intervals] == ["device", "fake", "host"]
+    assert request.owner_intervals[-1].clock == "fake"
+
+
 def test_nothing_is_recorded_unless_asked_for() -> None:
     request, _ = recorded(trace=False)
     assert request.source_intervals == request.owner_intervals == []

@@ -128,6 +128,9 @@ def test_what_devices_tell_has_lanes_of_its_own_and_its_error() -> None:
         "owner's device": {("import", "device", 5.0)},
     }
     assert len([e for e in found if e["ph"] in "sf"]) == 2 * 6  # arrows lead there too
+    fakes = events(on("fake", on_devices(), "import"))
+    assert {e["args"]["clock"] for e in of("X", fakes) if e["cat"] == "import"} == {"fake"}
+    assert [e["args"]["name"] for e in fakes if e["name"] == "thread_name"] == threads
 
 
 def test_every_interval_has_a_lane_whatever_its_clock() -> None:

@@ -25,6 +25,11 @@ def run_of(source: list[Interval], owner: list[Interval]) -> Run:
         (("device", "device"), (10, 1), 10, None),
         (("device", "device"), (0, 11), 10, None),
         (("device", "device"), (0, 0), 0, None),
+        (("fake", "fake"), (0, 0), 10, None),
+        (("device", "fake"), (0, 0), 10, None),
+        (("fake", "device"), (4, 5), 10, None),
+        (("host", "fake"), (0, 0), 10, None),
+        (("fake", "host"), (0, 0), 10, None),
         (("host", "device"), (0, 0), 10, None),
         (("device", "host"), (0, 0), 10, None),
         (("host", "host"), (0, 0), 10, None),
@@ -36,7 +41,7 @@ def test_the_rule(
     together_us: int,
     kernels_us: int | None,
 ) -> None:
-    """Both from devices, and longer together than the sum of both errors."""
+    """Both from devices, none of them fake, and longer together than the sum of both errors."""
     errors = [each * US for each in error_us]
     source = at("compute", 0, 100, clock=clock[0], error_ns=errors[0])
     owner = at("import", 100 - together_us, 200, clock=clock[1], error_ns=errors[1])
@@ -44,8 +49,8 @@ def test_the_rule(
     assert found.kernels_ns == (None if kernels_us is None else kernels_us * US)
     assert found.length_ns == together_us * US
     assert (found.source, found.owner) == clock
-    assert found.evidence == ("device" if clock == ("device", "device") else "host")
-    both = found.evidence == "device" and together_us > 0
+    assert found.evidence == next(each for each in ("host", "fake", "device") if each in clock)
+    both = found.evidence != "host" and together_us > 0
     assert found.error_ns == (sum(error_us) * US if both else 0)
 
 
@@ -68,15 +73,16 @@ def test_a_side_is_a_device_by_what_it_computed_or_imported(
     assert (found.kernels_ns is not None) == (sides == ("device", "device"))
 
 
+@pytest.mark.parametrize("clock", ["host", "fake"])
 @pytest.mark.parametrize("lane", ["source", "owner"])
-def test_one_host_reading_makes_all_of_it_host(lane: str) -> None:
+def test_one_weaker_reading_makes_all_of_it_as_weak(lane: str, clock: str) -> None:
     run = on_devices()
     kind = {"source": "compute", "owner": "import"}[lane]
     changed: list[Interval] = list(getattr(run, lane))
     index = next(n for n, each in enumerate(changed) if each.kind == kind)
-    changed[index] = replace(changed[index], clock="host")
+    changed[index] = replace(changed[index], clock=clock)
     found = overlap_of(align(replace(run, **{lane: tuple(changed)})))
-    assert (found.evidence, found.kernels_ns) == ("host", None)
+    assert (found.evidence, found.kernels_ns) == (clock, None)
 
 
 @pytest.mark.parametrize("lane", ["source", "owner"])

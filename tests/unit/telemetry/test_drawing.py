@@ -103,6 +103,10 @@ def test_what_devices_tell_has_rows_and_a_look_of_its_own() -> None:
     first = bars[0].findtext("title")
     assert first is not None
     assert first.endswith("at 0.100 ms, 0.800 ms (device clock, within 5.0 us)")
+    fakes = on("fake", on_devices(), "compute", "write", "import")
+    assert [row.label for row in rows_of(align(fakes))] == [row.label for row in rows]
+    titles = [shape.findtext("title") or "" for shape in drawn(fakes, 0, 5_000)]
+    assert sum("(fake clock, within 0.0 us)" in each for each in titles) == 9
     mixed = rows_of(align(on("device", streamed(), "import")))
     assert [row.label for row in mixed][:4] == [
         "source computes",

@@ -26,6 +26,7 @@ from tests.unit.telemetry.scenes import (
     cancelled,
     measured,
     moved,
+    on,
     on_devices,
     several,
     streamed,
@@ -142,6 +143,11 @@ def test_the_legend_names_what_is_there() -> None:
         "it copies the group into the slot, by its own events, within 5.0 us",
         "the owner's device imports a piece, by its own events, within 5.0 us",
     ]
+    fakes = on("fake", on_devices(), "compute", "write", "import", error_us=2)
+    words = ["".join(item.itertext()) for item in tree(shown(fakes)).iterfind(".//li")]
+    assert words[2] == (
+        "the owner's device imports a piece, by the events of a fake device, within 2.0 us"
+    )
     run = cancelled()
     ungranted = replace(run, owner=run.owner[1:])
     words = ["".join(item.itertext()) for item in tree(shown(ungranted)).iterfind(".//li")]

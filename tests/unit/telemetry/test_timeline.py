@@ -33,6 +33,8 @@ def test_both_lanes_and_both_marks() -> None:
 def test_the_scale_names_the_clock() -> None:
     run = on("device", streamed(), "compute", "import")
     assert draw(align(run))[3].endswith("device clock, two processes")
+    fake = on("fake", run, "import")
+    assert draw(align(fake))[3].endswith("fake clock, two processes")
 
 
 def test_the_scale_says_who_was_at_work() -> None:

@@ -158,6 +158,24 @@ def test_an_overlap_within_its_error_is_no_claim() -> None:
     assert as_object(told)["overlap_s"] == 0.0004
 
 
+@pytest.mark.parametrize("real", [(), ("compute",), ("import",)])
+def test_what_fake_devices_tell_is_told_as_theirs(real: tuple[str, ...]) -> None:
+    fakes = on("fake", on_devices(), "compute", "write", "import")
+    told = report(on("device", fakes, *real))
+    assert overlap(told) == (
+        "fake overlap",
+        "0.400 ms of importing while the source computed (events of a fake device: nothing is "
+        "claimed about kernels)",
+    )
+    assert (as_object(told)["evidence"], as_object(told)["kernel_overlap_s"]) == ("fake", None)
+    one_side = report(on("host", fakes, "import"))
+    assert overlap(one_side)[1].endswith(
+        "(events of a fake device of one side, host intervals of the owner: nothing is claimed "
+        "about kernels)"
+    )
+    assert dict(figures(one_side))["source"].endswith("writing, by events of a fake device")
+
+
 def test_two_devices_that_took_turns() -> None:
     run = on_devices(owner=(at("import", 3_300, 3_400, clock="device", error_ns=5),))
     assert overlap(report(run)) == (

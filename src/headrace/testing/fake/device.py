@@ -130,7 +130,7 @@ class FakeDevice(Core):
         if not all(mark.passed for mark in marks):
             raise LocalProtocolError("the time of an event that is not done")
         begun_ns, ended_ns = (mark.time_ns + self._skew_ns for mark in marks)
-        return DeviceTimes(begun_ns, ended_ns, ERROR_NS)
+        return DeviceTimes(begun_ns, ended_ns, ERROR_NS, "fake")
 
     def synchronize(self) -> None:
         self._enter()
