@@ -44,6 +44,7 @@ def decoder_like(source: Manifest) -> Manifest:
         layouts=("head_major", "token_major"),
         emits=("layers", "cache_groups"),
         first="logits",
+        prefix="none",
     )
 
 

@@ -68,7 +68,7 @@ class Setting:
     """What is measured. Prompts in tokens, rates in MB/s (1e6 bytes) of KV within a prefill.
 
     prompt, tokens: of a served request. import_prompt: of one that is imported beside neighbours.
-    block_s: how long an arm is looked at in each block.
+    block_s: how long an arm is looked at in each block. decoder, dtype: of the model's decoder.
     """
 
     model: str
@@ -83,6 +83,8 @@ class Setting:
     import_prompt: int = 512
     blocks: int = 10
     block_s: float = 1.0
+    decoder: str = "cpu"
+    dtype: str = "float32"
 
     @property
     def rounds(self) -> int:
@@ -287,8 +289,8 @@ def _token_rows(
     setting: Setting, rate_mb_s: float, left: Sequence[tuple[int, int]], file: RowFile
 ) -> Iterator[dict[str, Any]]:
     """The missing rows of rounds, each told as (neighbours, number)."""
-    cpu = _cpu_beside(setting)
-    decoder = DiscardingDecoder(cpu)
+    real = _decoder_beside(setting)
+    decoder = DiscardingDecoder(real)
     manifest = decoder.manifest()
     prompt = random_prompt(setting.import_prompt, manifest.vocab_size)
     nominal_ns = round(paced.kv_nbytes(manifest, len(prompt)) / rate_mb_s * 1e3)
@@ -309,7 +311,7 @@ def _token_rows(
                 "prompt_tokens": len(prompt),
                 "nominal_period_ns": nominal_ns,
                 "busy_before": round(busy, 3),
-                "pairing": pairing_facts(cpu),
+                "pairing": pairing_facts(real),
             }
             with near.decoding(neighbours):
                 for row in _round(setting, rate_mb_s, neighbours, number):
@@ -323,7 +325,7 @@ def _token_rows(
 def _open_serving(setting: Setting) -> Stand:
     context = setting.prompt + setting.tokens + MARGIN
     decoder = open_decoder(
-        "cpu", _model(setting) | {"lanes": max(setting.in_flight), "context": context}
+        setting.decoder, _model(setting) | {"lanes": max(setting.in_flight), "context": context}
     )
     source = SourceHandle("torch", _model(setting))
     if setting.source == "paced":
@@ -331,10 +333,10 @@ def _open_serving(setting: Setting) -> Stand:
     return _stand(source, decoder, context, pairing_facts(decoder))
 
 
-def _cpu_beside(setting: Setting) -> Decoder:
+def _decoder_beside(setting: Setting) -> Decoder:
     """A decoder for all neighbours and what is imported beside them."""
     lanes = max(setting.neighbours) + 1
-    return open_decoder("cpu", _model(setting) | {"lanes": lanes, "context": setting.context})
+    return open_decoder(setting.decoder, _model(setting) | {"lanes": lanes, "context": setting.context})
 
 
 def _paced(decoder: Manifest, num_tokens: int, rate_mb_s: float) -> SourceHandle:
@@ -342,7 +344,7 @@ def _paced(decoder: Manifest, num_tokens: int, rate_mb_s: float) -> SourceHandle
 
 
 def _model(setting: Setting) -> dict[str, Any]:
-    return {"model": str(setting.directory), "dtype": "float32", "threads": 1}
+    return {"model": str(setting.directory), "dtype": setting.dtype, "threads": 1}
 
 
 def _stand(

@@ -24,7 +24,7 @@ from headrace.errors import HeadraceError, Refused
 def main(arguments: Sequence[str]) -> int:
     """Run the check, or one step of it; 0, 1 if what must hold does not, 2 for a mistake."""
     asked = _parser().parse_args(arguments)
-    place = Place("fake" if asked.fake else "real", asked.folder, asked.share_device)
+    place = Place("fake" if asked.fake else "real", asked.folder.absolute(), asked.share_device)
     try:
         if asked.step:
             return _run_one(place, asked.step)

@@ -22,6 +22,7 @@ State: TypeAlias = Literal["done", "failed", "timed out", "left out"]
 REFUSED: Final = 2
 """The exit status of a step that cannot be done here; its last word says why."""
 _LAST_WORD_NBYTES: Final = 4096
+_TREE: Final = Path(__file__).parents[4]  # whose commit the stamps tell
 
 
 class Done(NamedTuple):
@@ -76,6 +77,7 @@ def run_step(step: Step, command: Sequence[str], log: Path) -> Done:
     with log.open("wb") as output:
         child = subprocess.Popen(
             command,
+            cwd=_TREE,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -26,6 +26,7 @@ MODULES = {
         "imports",
         "batch",
         "prefix",
+        "device",
     )
 }
 """Which module draws the rows of a claim: its `figure` takes the rows and returns a picture."""
