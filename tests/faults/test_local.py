@@ -13,7 +13,7 @@ import pytest
 
 from headrace.backends.base import PrefillSink
 from headrace.backends.null import NullDecoder, decoder_like
-from headrace.errors import Cancelled, LocalProtocolError, PeerDied, Refused
+from headrace.errors import Cancelled, LocalProtocolError, PeerDied, Refused, Unquiet
 from headrace.ids import SourceId
 from headrace.messages import Failed, FromSource, Released
 from headrace.runtime.owner import DecoderOwner
@@ -419,3 +419,26 @@ def test_the_books_are_checked_whenever_the_owner_comes_to_rest(
             owner.drain()
         assert "do not add up" in caplog.text
         owner._machine._lanes_quarantined -= 1
+
+
+def test_an_engine_that_cannot_prove_to_be_quiet_keeps_its_slot() -> None:
+    """This process cannot die to prove it: the slot goes to quarantine and is not granted again."""
+    engine = LocalEngine()
+    with alone(engine, drain_timeout_s=0.2) as owner:
+
+        def fail(layer: int) -> None:
+            raise Unquiet("copies into it may be in flight")
+
+        engine.at_layer = fail
+        request = owner.submit(prompt(1), ask())
+        owner.run_until_done(request)
+        assert (request.outcome, request.cause) == ("failed", "source-failed")
+        assert "copies into it may be in flight" in request.reason
+        assert owner.statistics()["slots"]["free"] == 0
+        waiting = owner.submit(prompt(2), ask())
+        owner.run_until_done(waiting)
+        assert (waiting.outcome, waiting.cause) == ("failed", "no-source")
+        assert owner.statistics()["slots"]["quarantined"] == 1
+        with pytest.raises(Refused):
+            owner.submit(prompt(3), ask())
+        assert engine.runs == 1

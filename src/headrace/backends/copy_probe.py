@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from headrace.backends.base import CopyTuning
-from headrace.engine.device import Device, Event, PinFailed, Rows
+from headrace.engine.device import Device, Event, PinFailed, Rows, Stream
 from headrace.engine.host import HostMemory
 
 MIB: Final = 1 << 20
@@ -67,17 +67,11 @@ def probe(
             device.register(host.address, largest, read_only=False)
             pinned = True
     device.synchronize()
+    link = _Link(device, device.stream("probe"), scratch.data_ptr(), host.address)
     try:
-        _rate(device, scratch.data_ptr(), host.address, largest, 1, largest)  # the first is slow
+        link.rate(largest, 1, largest)  # the first is slow
         rates = {
-            (chunk, depth): _rate(
-                device,
-                scratch.data_ptr(),
-                host.address,
-                chunk,
-                depth,
-                max(total_nbytes, 4 * chunk),
-            )
+            (chunk, depth): link.rate(chunk, depth, max(total_nbytes, 4 * chunk))
             for chunk in chunks
             for depth in depths
         }
@@ -96,23 +90,29 @@ def choose(rates: Mapping[tuple[int, int], float]) -> CopyTuning:
     return CopyTuning(chunk, in_flight, max(chunk, in_flight // 2))
 
 
-def _rate(
-    device: Device, target: int, source: int, chunk: int, depth: int, total_nbytes: int
-) -> float:
-    """Bytes per second with at most `depth` copies begun and not known to be done."""
-    stream = device.stream("probe")
-    flights: deque[Event] = deque()
-    begun = ended = device.record(stream)
-    count = -(-total_nbytes // chunk)
-    for _ in range(count):
-        if len(flights) == depth:
-            _spin(flights.popleft())
-        device.copy(stream, Rows(target, chunk), Rows(source, chunk), chunk, 1)
-        ended = device.record(stream)
-        flights.append(ended)
-    _spin(ended)
-    times = device.times(begun, ended)
-    return count * chunk * 1e9 / max(1, times.ended_ns - times.begun_ns)
+class _Link(NamedTuple):
+    """What is measured: one stream, and the addresses at both ends."""
+
+    device: Device
+    stream: Stream
+    target: int
+    source: int
+
+    def rate(self, chunk: int, depth: int, total_nbytes: int) -> float:
+        """Bytes per second with at most `depth` copies begun and not known to be done."""
+        flights: deque[Event] = deque()
+        begun = ended = self.device.record(self.stream)
+        count = -(-total_nbytes // chunk)
+        target, source = Rows(self.target, chunk), Rows(self.source, chunk)
+        for _ in range(count):
+            if len(flights) == depth:
+                _spin(flights.popleft())
+            self.device.copy(self.stream, target, source, chunk, 1)
+            ended = self.device.record(self.stream)
+            flights.append(ended)
+        _spin(ended)
+        times = self.device.times(begun, ended)
+        return count * chunk * 1e9 / max(1, times.ended_ns - times.begun_ns)
 
 
 def _spin(event: Event) -> None:

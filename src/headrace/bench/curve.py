@@ -265,9 +265,7 @@ def _skipped(cell: Cell, routes: set[str], file: RowFile, say: Callable[[str], N
 class CurveBench:
     """One source, slab, lane and owner, for prompts of one length in one setting."""
 
-    def __init__(
-        self, cell: Cell, *, warm_up: bool = True, decoder: Decoder | None = None
-    ) -> None:
+    def __init__(self, cell: Cell, *, warm_up: bool = True, decoder: Decoder | None = None) -> None:
         """`warm_up`: with a prompt of the full length by the whole route, else of one token.
 
         `decoder`: a memory-only one for the cell's prompt, closed with the bench; by default one

@@ -336,7 +336,9 @@ def _open_serving(setting: Setting) -> Stand:
 def _decoder_beside(setting: Setting) -> Decoder:
     """A decoder for all neighbours and what is imported beside them."""
     lanes = max(setting.neighbours) + 1
-    return open_decoder(setting.decoder, _model(setting) | {"lanes": lanes, "context": setting.context})
+    return open_decoder(
+        setting.decoder, _model(setting) | {"lanes": lanes, "context": setting.context}
+    )
 
 
 def _paced(decoder: Manifest, num_tokens: int, rate_mb_s: float) -> SourceHandle:

@@ -27,6 +27,7 @@ from headrace.messages import DeviceTimes
 ANCHOR_AGE_NS: Final = 4_000_000_000
 _ANCHOR_TRIES: Final = 3
 _RESOLUTION_NS: Final = 500  # of an event's time, as CUDA's documentation says
+_POOL_STREAMS: Final = 32  # that torch has of one priority
 MAX_PITCH: Final = (1 << 31) - 1  # cudaDeviceProp.memPitch
 
 
@@ -78,15 +79,26 @@ class CudaDevice:
         self._runtime = runtime
         self._registrations = Registrations(runtime)
         self._closed = False
+        self._taken: set[int] = set()
         self._device_nbytes = 0
         self.compute: Stream = self.stream("compute")
         self._clock = self.stream("clock")
         self._anchor = self._new_anchor()
 
     def stream(self, name: str) -> CudaStream:
+        """A stream that no other of this device is.
+
+        Torch gives out the streams of a small pool in turn, and after the last one the first again:
+        two of ours on one would be in an order that nobody asked for.
+        """
         self._check_open()
         with _driver("a stream"), self._cuda.device(self._index):
-            return CudaStream(name, self._cuda.Stream(device=self._index))
+            for _ in range(_POOL_STREAMS):
+                raw = self._cuda.Stream(device=self._index)
+                if raw.cuda_stream not in self._taken:
+                    self._taken.add(raw.cuda_stream)
+                    return CudaStream(name, raw)
+        raise LocalProtocolError(f"{self.name}: {len(self._taken)} streams are taken, no more")
 
     @contextmanager
     def on_compute(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from headrace.backends.base import ContinuesKept, Kept, PrefillEngine
-from headrace.errors import Cancelled, LocalProtocolError, PeerDied, Refused
+from headrace.errors import Cancelled, LocalProtocolError, PeerDied, Refused, Unquiet
 from headrace.geometry import Manifest, agree
 from headrace.memory import Slab
 from headrace.messages import Cancel, Computing, FromSource, Prefill, ToSource
@@ -152,6 +152,8 @@ class LocalSource:
             return run_attempt(self._engine, attempt, sink, slot)
         except PeerDied as exc:  # the engine's own affair: the owner's errors come as `Cancelled`
             return [*attempt.fail(f"{type(exc).__name__}: {exc}"), attempt.returned()]
+        except Unquiet as exc:  # no end of this process proves it: the slot stays out of service
+            return attempt.fail(f"{type(exc).__name__}: {exc}")
         except BaseException as exc:  # an interrupt: the engine has returned all the same
             link.broken = link.broken or exc
             return [*attempt.fail(f"interrupted by {type(exc).__name__}"), attempt.returned()]

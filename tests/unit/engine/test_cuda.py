@@ -194,6 +194,18 @@ def test_models_and_kernels_run_on_their_streams(device: CudaDevice, cuda: Cuda)
     assert seen == [[device.compute.raw], [side.raw]]  # type: ignore[attr-defined]
 
 
+def test_streams_of_a_pool_that_begins_anew_are_not_shared(
+    device: CudaDevice, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = [RawStream(cuda, 1) for _ in range(4)]
+    given = itertools.cycle(pool)
+    monkeypatch.setattr(cuda, "Stream", lambda *, device: next(given))
+    handles = {number(device.stream(str(at))) for at in range(4)}
+    assert len(handles) == 4
+    with pytest.raises(LocalProtocolError, match="6 streams are taken"):
+        device.stream("more")
+
+
 def test_what_the_driver_raises_is_the_devices_failure(device: CudaDevice, cuda: Cuda) -> None:
     event = device.record(device.compute)
     cuda.failure = RuntimeError("CUDA error: an illegal memory access\nand much more")

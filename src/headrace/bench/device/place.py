@@ -93,9 +93,7 @@ class Place:
         model = {"model": str(directory), "dtype": dtype or self.sizes.dtype}
         threads = self.sizes.threads if source else 1
         with ExitStack() as undo:
-            handle = SourceHandle(
-                source or self.source, {**model, "threads": threads}, num_slots=1
-            )
+            handle = SourceHandle(source or self.source, {**model, "threads": threads}, num_slots=1)
             undo.callback(handle.close)
             handle.start()
             decoder = open_decoder(self.decoder, {**model, "lanes": 1, "context": context})

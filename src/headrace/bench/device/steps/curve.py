@@ -36,9 +36,7 @@ def run(place: Place, step: str, say: Callable[[str], None]) -> None:
 
 def _cell(place: Place, size_gb: float, routes: Sequence[str], repeats: int = 0) -> Cell:
     pace = Setting(place.sizes.curve_pace)
-    return Cell(
-        GEOMETRIES[GEOMETRY], size_gb, pace, tuple(routes), repeats or place.sizes.repeats
-    )
+    return Cell(GEOMETRIES[GEOMETRY], size_gb, pace, tuple(routes), repeats or place.sizes.repeats)
 
 
 def _measure(
@@ -47,9 +45,7 @@ def _measure(
     """All rows of a cell, with a decoder of its own; one without room is told in a row."""
     same = {"slab": PINNED[pinned]}
     try:
-        decoder = place.open_memory(
-            cell.geometry.decoder(), cell.prompt.num_tokens, pinned=pinned
-        )
+        decoder = place.open_memory(cell.geometry.decoder(), cell.prompt.num_tokens, pinned=pinned)
         with CurveBench(cell, decoder=decoder) as bench:
             for row in cell.rows():
                 measured = bench.measure(options_of(row["route"]))
