@@ -340,6 +340,8 @@ def _backend(imports: Imports, name: str, spec: str) -> Finding:
     result = imports.result(module)
     if result.error:
         return Finding(name, "failed", f"unavailable: {result.error}", _INSTALL)
+    if name.endswith(" cuda") and not imports.result("cuda").facts.get("devices"):
+        return Finding(name, "ok", "installed, and there is no CUDA device here to run it on")
     return Finding(name, "ok", "available")
 
 

@@ -17,7 +17,7 @@ from cyclopts import App, CycloptsError
 from headrace import memory
 from headrace.backends.load import DECODERS, SOURCES
 from headrace.cli import imports
-from headrace.cli.doctor import Finding, Probe, Report, doctor
+from headrace.cli.doctor import Finding, Probe, Report, _backend, doctor
 from headrace.cli.imports import ImportResult, Imports
 from headrace.engine import capacity, models
 from headrace.errors import Refused
@@ -329,3 +329,18 @@ def test_a_real_child_imports_every_backend(monkeypatch: pytest.MonkeyPatch) -> 
     assert {module: told.result(module).error for module in imports.modules()} == dict.fromkeys(
         imports.modules(), ""
     )
+
+
+@pytest.mark.parametrize(
+    ("devices", "told"), [([], "there is no CUDA device here"), (["a GPU"], "available")]
+)
+def test_cuda_is_available_where_there_is_a_device_to_run_it_on(
+    devices: list[str], told: str
+) -> None:
+    imports = Imports()
+    imports._results = {
+        "headrace.backends.cuda": ImportResult("headrace.backends.cuda"),
+        "cuda": ImportResult("cuda", facts={"devices": devices}),
+    }
+    finding = _backend(imports, "decoder cuda", "headrace.backends.cuda:open")
+    assert (finding.status, told in finding.found) == ("ok", True)
