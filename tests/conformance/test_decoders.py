@@ -140,3 +140,9 @@ class TestCpuBatchExperts(TestCpuBatch):
     family: ClassVar[str] = "qwen3_moe"
     decode_batch: ClassVar[int] = 8
     lengths: ClassVar[Sequence[int]] = (1, 40)
+
+
+class TestCudaOnFakeBatched(TestCudaOnFakeLlama):
+    family: ClassVar[str] = "gemma3"
+    lengths: ClassVar[Sequence[int]] = (16, 40)
+    fake: ClassVar[Mapping[str, Any]] = {"all_pinned": True, "decode_batch": 3, "seed": 2}

@@ -34,9 +34,9 @@ def owner_of(decoder: Decoder, source: str, directory: Path) -> Iterator[Decoder
         owner.close()
 
 
-def answers(owner: DecoderOwner, route: Route) -> list[list[int]]:
+def answers(owner: DecoderOwner, route: Route, *, digest: bool = True) -> list[list[int]]:
     """The tokens of requests that run beside each other."""
-    options = RequestOptions(max_tokens=8, route=route, digest=True)
+    options = RequestOptions(max_tokens=8, route=route, digest=digest)
     requests: list[Request] = [owner.submit(prompt, options) for prompt in PROMPTS]
     owner.run_until_done(*requests)
     assert [(r.outcome, r.reason) for r in requests] == [("finished", "")] * len(requests)
@@ -59,4 +59,28 @@ def test_tokens_are_the_cpus_on_every_route() -> None:
     with owner_of(decoder, ON_FAKE, directory) as owner:
         for route in routes:
             assert answers(owner, route) == wanted
+    assert not device.faults
+
+
+def test_slabs_are_pinned_as_long_as_their_sources_serve() -> None:
+    """Also that of a source that takes the place of one that died."""
+    directory = directory_of("gemma3")
+    decoder, device = on_fake(directory)
+    with owner_of(decoder, "torch", directory) as owner:
+        first = answers(owner, "streamed", digest=False)  # which reads lanes into pageable memory
+        assert device.counts["pageable_copies"] == 0
+        slab_nbytes = owner.statistics()["source 0"]["slab_nbytes"]
+        assert owner.statistics()["decoder"]["pinned_nbytes"] == slab_nbytes
+        (handle,) = owner._handles.values()
+        assert isinstance(handle, SourceHandle)
+        handle.kill()
+        while owner.statistics()["decoder"]["pinned_nbytes"]:
+            owner.turn(0.1)
+        again = SourceHandle("torch", {"model": str(directory)})
+        again.start()
+        owner.attach(again)
+        assert owner.statistics()["decoder"]["pinned_nbytes"] == slab_nbytes
+        assert answers(owner, "streamed", digest=False) == first
+        assert device.counts["pageable_copies"] == 0
+    assert device.statistics()["registered_nbytes"] == 0
     assert not device.faults

@@ -38,7 +38,7 @@ from headrace.engine.device import Device, Rows
 from headrace.engine.layers import manifest
 from headrace.engine.loading import LoadedModel, load_model
 from headrace.errors import Closed, Refused
-from headrace.geometry import Layout, Manifest
+from headrace.geometry import Layer, Layout, Manifest
 from headrace.plan import Copy
 
 DEFAULT_CONTEXT = 2048
@@ -147,10 +147,7 @@ class CudaDecoder(KeepsInLanes):
         self._reads = device.stream("read")
         self._pins = Pins(device, read_only=True)
         self._measured = dict(measured or {})
-        self._batching: Batching | None = None
-        if decode_batch > 1:
-            with device.on_compute():
-                self._batching = Batching(model, layers, decode_batch, device.empty)
+        self._batching = _batching_on(device, model, layers, decode_batch)
         device.synchronize()  # the memory above may have been another's until now
 
     def manifest(self) -> Manifest:
@@ -262,3 +259,12 @@ class CudaDecoder(KeepsInLanes):
             self._copies.close()
             self._lanes.close()
             self._device.close()
+
+
+def _batching_on(
+    device: Device, model: LoadedModel, layers: Sequence[Layer], decode_batch: int
+) -> Batching | None:
+    if decode_batch == 1:
+        return None
+    with device.on_compute():
+        return Batching(model, layers, decode_batch, device.empty)

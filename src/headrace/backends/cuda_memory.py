@@ -1,4 +1,4 @@
-"""A decoder that is device memory only: it takes a hand-off as the CUDA decoder and decodes nothing.
+"""A decoder that is device memory only: it takes a hand-off as the CUDA one, and decodes nothing.
 
 Lanes, copies, fences and pinned slabs are those of `headrace.backends.cuda`; there is no model. It
 is what the path itself is measured with, for caches of any size and of any model's geometry.

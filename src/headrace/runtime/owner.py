@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from headrace.backends.base import Decoder, PrefillEngine
+from headrace.backends.base import Decoder, PinsSlabs, PrefillEngine
 from headrace.errors import Closed, DeviceError, LocalProtocolError, Refused
 from headrace.ids import AttemptId, Span
 from headrace.plan import Plan
@@ -92,7 +92,14 @@ class DecoderOwner(Shell):
         machine = Owner(next(_epochs), limits)
         self._watch = Watch()
         sources = Sources(
-            machine, self._manifest, context, own, self._watch, self._tell, self._run_commands
+            machine,
+            self._manifest,
+            context,
+            own,
+            self._watch,
+            self._tell,
+            self._run_commands,
+            decoder if isinstance(decoder, PinsSlabs) else None,
         )
         super().__init__(machine, decoder, sources, import_share)
         self._closed = False

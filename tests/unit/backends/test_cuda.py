@@ -22,6 +22,7 @@ from headrace.backends.base import (
     PrefillsItself,
     TimedFence,
 )
+from headrace.backends.copy_probe import probe
 from headrace.backends.cpu import CpuDecoder
 from headrace.backends.cuda import CudaDecoder
 from headrace.engine.loading import load_model
@@ -232,3 +233,23 @@ def test_the_factory_on_a_device_model() -> None:
     decoder.close()
     with pytest.raises(Refused, match="options of cuda on a fake device"):
         open_decoder({**options, "other": 1})
+
+
+def test_opening_measures_the_link_and_feeds_it_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    monkeypatch.setattr(cuda_backend, "open_device", lambda index: device)
+    monkeypatch.setattr(cuda_backend, "probe", lambda on: probe(on, (4096,), (1,), 8192))
+    decoder = cuda_backend.open({"model": str(directory_of("llama")), "context": CONTEXT})
+    assert decoder.caps.copies is not None
+    assert decoder.caps.copies.chunk_nbytes == decoder.statistics()["chunk_nbytes"] == 4096
+    assert decoder.statistics()["probe_pinned"] == 1
+    decoder.close()
+
+
+def test_a_device_is_closed_when_opening_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    monkeypatch.setattr(cuda_backend, "open_device", lambda index: device)
+    with pytest.raises(Refused, match=r"holds no config\.json"):
+        cuda_backend.open({"model": "/nowhere"})
+    with pytest.raises(LocalProtocolError, match="was closed"):
+        device.synchronize()

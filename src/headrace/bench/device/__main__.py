@@ -1,4 +1,4 @@
-"""`python -m headrace.bench.device FOLDER`: the device check; `scripts/device_check.sh` calls it."""
+"""`python -m headrace.bench.device FOLDER` is the device check; the script of it calls this."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from headrace.bench.device.occupied import ask_users
 from headrace.bench.device.place import MODELS, Place
 from headrace.bench.device.plan import STEPS, TOTAL_S, step_of
 from headrace.bench.device.runner import (
@@ -58,9 +59,7 @@ def run(place: Place, only: Sequence[str] = (), total_s: float = TOTAL_S) -> int
 
 
 def _refuse_occupied(*, share: bool) -> None:
-    from headrace.bench.device import occupied
-
-    told = occupied.users()
+    told = ask_users()
     if told and not share:
         raise Refused(
             f"the GPU is in use: {'; '.join(told)}. End that first, or give --share-device, after "

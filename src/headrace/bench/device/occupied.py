@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from typing import Final
 
 from headrace.engine.cuda import open_device
+from headrace.errors import HeadraceError, Refused
 
-FREE_MIB: Final = 1024
-"""What an idle GPU may have in use, as nvidia-smi tells it: the driver's own."""
-FREE_NBYTES: Final = 2 << 30
-"""The same as torch tells it, which counts this process's own context too."""
+IDLE_NBYTES: Final = 2 << 30
+"""What an idle GPU may have in use: the driver's own, and the context of the process that asks."""
 _TIMEOUT_S: Final = 20.0
 
 
@@ -27,6 +28,23 @@ def smi(*arguments: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]
 
 
+def ask_users() -> list[str]:
+    """What `users` tells, asked in a process of its own: this one takes nothing of the GPU.
+
+    Raises:
+        Refused: there is no GPU that torch can use; the text says what is missing.
+    """
+    command = [sys.executable, "-m", "headrace.bench.device.occupied"]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    lines = done.stdout.splitlines()
+    if done.returncode:
+        word = (lines or done.stderr.splitlines() or ["it said nothing"])[-1]
+        raise Refused(f"there is no GPU to check: {word}")
+    return lines
+
+
 def users() -> list[str]:
     """One sentence for each sign that others use the first GPU that this process may use.
 
@@ -35,7 +53,7 @@ def users() -> list[str]:
     """
     import torch
 
-    open_device().close()  # says what is missing, if something is
+    device = open_device()  # says what is missing, if something is
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     found = of_smi(
         smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory"),
@@ -43,7 +61,8 @@ def users() -> list[str]:
         uuid,
     )
     free, total = torch.cuda.mem_get_info(0)
-    if not found and total - free > FREE_NBYTES:
+    device.close()
+    if not found and total - free > IDLE_NBYTES:
         found.append(f"{(total - free) / 1e9:.1f} GB of its {total / 1e9:.1f} GB are in use")
     return found
 
@@ -53,15 +72,21 @@ def of_smi(processes: list[list[str]], memory: list[list[str]], uuid: str) -> li
 
     `processes`: uuid, pid, name, MiB. `memory`: uuid, MiB, with this process's own context.
     """
-    import os
-
-    found = []
-    for cells in processes:
-        if len(cells) == 4 and cells[0] == uuid and cells[1] != str(os.getpid()):
-            found.append(f"process {cells[1]} ({cells[2]}) uses {cells[3]} MiB of it")
+    found = [
+        f"process {cells[1]} ({cells[2]}) uses {cells[3]} MiB of it"
+        for cells in processes
+        if len(cells) == 4 and cells[0] == uuid and cells[1] != str(os.getpid())
+    ]
     for cells in memory:
-        if not found and len(cells) == 2 and cells[0] == uuid and cells[1].isdecimal():
-            used = int(cells[1])
-            if used > 2 * FREE_MIB:
-                found.append(f"{used} MiB of it are in use, by whom nvidia-smi does not tell")
+        counted = len(cells) == 2 and cells[0] == uuid and cells[1].isdecimal()
+        if not found and counted and int(cells[1]) << 20 > IDLE_NBYTES:
+            found.append(f"{cells[1]} MiB of it are in use, by whom nvidia-smi does not tell")
     return found
+
+
+if __name__ == "__main__":
+    try:
+        print("\n".join(users()), end="")
+    except HeadraceError as exc:
+        print(exc)
+        sys.exit(1)

@@ -27,16 +27,16 @@ class Step:
 
 
 STEPS: Final = (
-    Step("environment", "environment", 15, "device, driver, versions, limits, headrace doctor"),
-    Step("models", "models", 40, "random models with layers of full size"),
-    Step("check-cuda", "checks", 105, "headrace check --source cuda --decoder cuda"),
+    Step("environment", "environment", 25, "device, driver, versions, limits, headrace doctor"),
+    Step("models", "models", 45, "random models with layers of full size"),
+    Step("check-cuda", "checks", 85, "headrace check --source cuda --decoder cuda"),
     Step("check-torch", "checks", 50, "headrace check --source torch --decoder cuda"),
-    Step("exactness", "exactness", 90, "whole, chunked and streamed: equal to the last bit"),
+    Step("exactness", "exactness", 105, "whole, chunked and streamed: equal to the last bit"),
     Step("link", "link", 35, "the link's own rate, pinned and pageable, and by chunk size"),
     Step("curve", "curve", 90, "0.1 to 4 GB of KV into device memory, by route"),
-    Step("neighbours", "neighbours", 40, "token time of those who decode beside imports"),
+    Step("neighbours", "neighbours", 35, "token time of those who decode beside imports"),
     Step("trace", "trace", 25, "a streamed hand-off by the devices' clocks"),
-    Step("ttft", "ttft", 40, "time to the first token, whole and streamed"),
+    Step("ttft", "ttft", 35, "time to the first token, whole and streamed"),
     Step("plots", "plots", 10, "pictures of the rows"),
 )
 
@@ -66,10 +66,12 @@ class Sizes:
     """How large everything is. Sizes in GB (1e9 bytes) or MiB, prompts in tokens, rates in GB/s.
 
     full_size: whether the random models have layers of full size. small_models: built-in models,
-    used where they were pulled before. exact_prompts, beyond_window: of the exactness step, the
-    second one added to the longest window. cpu_prompt: where a CPU prefills. curve_all: routes with
-    pinned slabs; with pageable ones `curve_pageable`, up to pageable_gb. ttft_free_gb: device
-    memory that must be free for the longest prompt.
+    used where they were pulled before. exact_models: random ones; cpu_models: those that a CPU
+    prefills too, a prompt of cpu_prompt. exact_prompt, beyond_window: of the exactness step, the
+    second one added to the window. sweep_mib: moved for one figure. curve_routes: with pinned
+    slabs; with pageable ones pageable_routes, up to pageable_gb. repeats_large: above 1 GB.
+    judged_gb: where the import rate is judged. ttft_free_gb: device memory that must be free for
+    the longest prompt.
     """
 
     full_size: bool
@@ -78,6 +80,8 @@ class Sizes:
     cases_cuda: tuple[str, ...]
     cases_torch: tuple[str, ...]
     small_models: tuple[str, ...]
+    exact_models: tuple[str, ...]
+    cpu_models: tuple[str, ...]
     exact_prompt: int
     beyond_window: int
     cpu_prompt: int
@@ -85,12 +89,15 @@ class Sizes:
     chunks_mib: tuple[int, ...]
     depths: tuple[int, ...]
     sweeps: int
+    sweep_mib: int
     curve_gb: tuple[float, ...]
     curve_pace: float
     curve_routes: tuple[str, ...]
     pageable_routes: tuple[str, ...]
     pageable_gb: float
     repeats: int
+    repeats_large: int
+    fixed_repeats: int
     judged_gb: float
     neighbours: int
     import_prompt: int
@@ -109,6 +116,8 @@ REAL: Final = Sizes(
     cases_cuda=QUICK_CASES,
     cases_torch=("facts", "exactness", "exactness-with-digests", "two-at-once", "slot-reuse"),
     small_models=("smollm2-135m", "gemma3-270m"),
+    exact_models=("llama-3.1-8b", "qwen3-8b", "gemma-3-12b", "exaone-4.0-32b"),
+    cpu_models=("llama-3.1-8b", "gemma-3-12b", "smollm2-135m"),
     exact_prompt=96,
     beyond_window=200,
     cpu_prompt=64,
@@ -116,12 +125,15 @@ REAL: Final = Sizes(
     chunks_mib=(1, 2, 4, 8, 16, 32, 64),
     depths=(1, 2, 4, 8),
     sweeps=3,
+    sweep_mib=256,
     curve_gb=(0.1, 0.256, 0.5, 1.0, 2.0, 4.0),
     curve_pace=4.0,
     curve_routes=("whole", "chunked-1024", "streamed-1", "streamed-4"),
     pageable_routes=("whole", "streamed-4"),
     pageable_gb=1.0,
     repeats=3,
+    repeats_large=2,
+    fixed_repeats=10,
     judged_gb=0.256,
     neighbours=2,
     import_prompt=2048,
@@ -138,8 +150,10 @@ FAKE: Final = Sizes(
     dtype="float32",
     threads=1,
     cases_cuda=("facts", "exactness-with-digests", "cancel-at-every-turn"),
-    cases_torch=("facts", "exactness-with-digests"),
+    cases_torch=("facts", "cancel-at-every-turn"),
     small_models=(),
+    exact_models=("gemma-3-12b", "exaone-4.0-32b"),
+    cpu_models=("gemma-3-12b",),
     exact_prompt=20,
     beyond_window=8,
     cpu_prompt=12,
@@ -147,20 +161,23 @@ FAKE: Final = Sizes(
     chunks_mib=(1, 2),
     depths=(1, 2),
     sweeps=1,
-    curve_gb=(0.002, 0.004),
-    curve_pace=0.05,
+    sweep_mib=4,
+    curve_gb=(0.002,),
+    curve_pace=0.01,
     curve_routes=("whole", "chunked-8", "streamed-4"),
     pageable_routes=("whole", "streamed-4"),
     pageable_gb=0.002,
     repeats=2,
-    judged_gb=0.004,
+    repeats_large=2,
+    fixed_repeats=3,
+    judged_gb=0.002,
     neighbours=1,
     import_prompt=32,
     import_rate_mb_s=1.0,
     blocks=2,
     block_s=0.1,
     trace_prompt=64,
-    ttft_prompts=(24, 48),
+    ttft_prompts=(24,),
     ttft_free_gb=0.0,
 )
 

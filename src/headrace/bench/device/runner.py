@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -132,10 +133,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         pass
     finally:
-        try:
+        with suppress(ProcessLookupError):  # all of it is gone
             os.killpg(child.pid, signal.SIGKILL)
-        except ProcessLookupError:  # all of it is gone
-            pass
         child.wait()
 
 

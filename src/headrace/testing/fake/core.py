@@ -65,9 +65,7 @@ class Core:
 
         `memory_nbytes`: all that `empty` gives. `all_pinned`: take all host memory for registered,
         so that no copy of it is staged. `failing_copy`: the number of the copy, from 1, at which
-        the device fails.
-
-        `faults`: what it was shown. `counts`: what it did since it was made.
+        the device fails. `faults`: what it was shown. `counts`: what it did since it was made.
         """
         self.name = name
         self.faults: list[str] = []

@@ -103,7 +103,8 @@ class Queued(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = argument.untyped_storage()
         if storage.data_ptr() in self._made:
             return argument
-        flat = torch.from_numpy(at(storage.data_ptr(), storage.nbytes())).view(argument.dtype)
+        nbytes = storage.nbytes() - storage.nbytes() % argument.element_size()
+        flat = torch.from_numpy(at(storage.data_ptr(), nbytes)).view(argument.dtype)
         return flat.as_strided(argument.shape, argument.stride(), argument.storage_offset())
 
 

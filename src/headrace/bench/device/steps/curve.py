@@ -17,7 +17,7 @@ from headrace.bench.geometries import GEOMETRIES
 from headrace.errors import Refused
 
 GEOMETRY: Final = "llama-3.1-8b"
-FIXED_REPEATS: Final = 10
+LARGE_GB: Final = 1.0
 
 
 def run(place: Place, step: str, say: Callable[[str], None]) -> None:
@@ -25,18 +25,19 @@ def run(place: Place, step: str, say: Callable[[str], None]) -> None:
     file = PlaceRows(place.kind, place.folder / f"{step}.jsonl", step)
     sizes = place.sizes
     for pinned in (True, False):
-        fixed = _cell(place, 0.0, ("whole",), FIXED_REPEATS)
+        fixed = _cell(place, 0.0, ("whole",), sizes.fixed_repeats)
         _measure(place, fixed, file, say, pinned=pinned)
         for size_gb in sizes.curve_gb:
             if not pinned and size_gb > sizes.pageable_gb:
                 continue
             routes = sizes.curve_routes if pinned else sizes.pageable_routes
-            _measure(place, _cell(place, size_gb, routes), file, say, pinned=pinned)
+            repeats = sizes.repeats if size_gb <= LARGE_GB else sizes.repeats_large
+            _measure(place, _cell(place, size_gb, routes, repeats), file, say, pinned=pinned)
 
 
-def _cell(place: Place, size_gb: float, routes: Sequence[str], repeats: int = 0) -> Cell:
+def _cell(place: Place, size_gb: float, routes: Sequence[str], repeats: int) -> Cell:
     pace = Setting(place.sizes.curve_pace)
-    return Cell(GEOMETRIES[GEOMETRY], size_gb, pace, tuple(routes), repeats or place.sizes.repeats)
+    return Cell(GEOMETRIES[GEOMETRY], size_gb, pace, tuple(routes), repeats)
 
 
 def _measure(

@@ -30,7 +30,7 @@ _SMI_FIELDS: Final = (
 )
 _HUGEPAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _NODES: Final = Path("/sys/devices/system/node")
-_DOCTOR_S: Final = 12.0
+_DOCTOR_S: Final = 15.0
 
 
 def run(place: Place, step: str, say: Callable[[str], None]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from headrace.bench.device.models import MODELS, window_of
+from headrace.bench.device.models import window_of
 from headrace.bench.device.place import Place, PlaceRows
 from headrace.bench.families import random_prompt
 from headrace.bench.rows import RowFile
@@ -66,7 +66,7 @@ def run(place: Place, step: str, say: Callable[[str], None]) -> None:
 def subjects(place: Place, file: RowFile | PlaceRows, say: Callable[[str], None]) -> list[Subject]:
     """What can be had, the models of full size first; what cannot is told, in a row too."""
     sizes, found = place.sizes, []
-    for name in MODELS:
+    for name in sizes.exact_models:
         directory = place.model(name)
         if not directory.is_dir():
             file.append({"measure": "exactness", "model": name, "skipped": "it was not made"})
@@ -75,7 +75,8 @@ def subjects(place: Place, file: RowFile | PlaceRows, say: Callable[[str], None]
         longer = window_of(name, full_size=sizes.full_size) + sizes.beyond_window
         prompts = (sizes.exact_prompt, longer)
         found.append(Subject(name, directory, None, sizes.dtype, prompts))
-        found.append(Subject(name, directory, "torch", "float32", (sizes.cpu_prompt,)))
+        if name in sizes.cpu_models:
+            found.append(Subject(name, directory, "torch", "float32", (sizes.cpu_prompt,)))
     for name in sizes.small_models:
         try:
             directory = resolve(name)
@@ -85,7 +86,8 @@ def subjects(place: Place, file: RowFile | PlaceRows, say: Callable[[str], None]
             continue
         prompts = (sizes.exact_prompt, 4 * sizes.exact_prompt)
         found.append(Subject(name, directory, None, sizes.dtype, prompts))
-        found.append(Subject(name, directory, "torch", "float32", prompts[:1]))
+        if name in sizes.cpu_models:
+            found.append(Subject(name, directory, "torch", "float32", prompts[:1]))
     # What runs on the device alone first: it matters most, and is the quickest.
     return sorted(found, key=lambda subject: subject.source is not None)
 

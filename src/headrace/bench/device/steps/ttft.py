@@ -6,7 +6,7 @@ each other as in the model that it is named after; the time of a whole model is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from headrace.bench.device.models import MEASURED
@@ -14,7 +14,7 @@ from headrace.bench.device.place import Place
 from headrace.bench.families import random_prompt
 from headrace.bench.stand import Stand
 from headrace.bench.ttft import measured_of
-from headrace.bench.ttft_points import MARGIN, order_of
+from headrace.bench.ttft_points import MARGIN
 from headrace.errors import DeviceError, Refused
 from headrace.messages import AskedRoute
 from headrace.runtime.requests import RequestOptions
@@ -36,7 +36,8 @@ def run(place: Place, step: str, say: Callable[[str], None]) -> None:
             say(f"{num_tokens} tokens: {short}")
             continue
         try:
-            _measure(place, num_tokens, lambda row, same=same: file.append({**same, **row}))
+            for row in _measured(place, num_tokens):
+                file.append({**same, **row})
         except (Refused, DeviceError) as exc:  # a longer prompt may not fit; the others stand
             file.append({**same, "skipped": str(exc)})
             say(f"{num_tokens} tokens: {exc}")
@@ -44,20 +45,19 @@ def run(place: Place, step: str, say: Callable[[str], None]) -> None:
         say(f"{num_tokens} tokens: done")
 
 
-def _measure(place: Place, num_tokens: int, put: Callable[[dict[str, Any]], object]) -> None:
+def _measured(place: Place, num_tokens: int) -> Iterator[dict[str, Any]]:
     with place.stand(place.model(MEASURED), num_tokens + MARGIN) as stand:
         prompt = random_prompt(num_tokens, stand.decoder.manifest().vocab_size)
         for route in ROUTES:
             _serve(stand, prompt, route)
         for repeat in range(place.sizes.repeats):
-            for route in order_of(ROUTES, repeat):
+            for route in ROUTES if repeat % 2 == 0 else reversed(ROUTES):
                 row = _serve(stand, prompt, route)
-                put({"route": route, "repeat": repeat, **row, "pairing": stand.facts})
+                yield {"route": route, "repeat": repeat, **row, "pairing": stand.facts}
 
 
-def _serve(stand: Stand, prompt: list[int], route: str) -> dict[str, int]:
-    asked: AskedRoute = "whole" if route == "whole" else "streamed"
-    return measured_of(stand.serve(prompt, RequestOptions(route=asked, max_tokens=1)))
+def _serve(stand: Stand, prompt: list[int], route: AskedRoute) -> dict[str, int]:
+    return measured_of(stand.serve(prompt, RequestOptions(route=route, max_tokens=1)))
 
 
 def _too_little(place: Place, num_tokens: int) -> str:
