@@ -23,7 +23,7 @@ from headrace.runtime.log import configure
 
 INTERRUPTED = 130
 QUICK_CONTEXT, CONTEXT = 128, 1088
-TAKE_A_MODEL = ("torch", "cpu")
+TAKE_A_MODEL = ("torch", "cuda", "cpu")
 NO_MODEL = ("replay", "null")
 REPLAYED = {"layers": 6, "heads": 2, "head_dim": 8, "window": 16, "full_every": 3}
 """What replay imitates where no decoder says: small, with full and sliding layers."""
@@ -36,9 +36,9 @@ class CheckOptions:
     """The options of `headrace check`."""
 
     source: str
-    "torch, replay or module:factory."
+    "torch, cuda, replay or module:factory."
     decoder: str
-    "cpu, null or module:factory."
+    "cpu, cuda, null or module:factory."
     model: str | None = None
     "A built-in model, a directory, a GGUF file or a hub id."
     quick: bool = False

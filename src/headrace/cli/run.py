@@ -121,7 +121,7 @@ def _read_stdin() -> str:
 def _codec(options: RunOptions) -> tuple[TextCodec, Path | None, int]:
     """The codec, the model's directory if there is a model, and the most positions it holds."""
     if options.model is None:
-        if options.source == "torch" or options.decoder == "cpu":
+        if options.source in ("torch", "cuda") or options.decoder in ("cpu", "cuda"):
             raise Refused("give --model; `headrace models list` shows what is built in")
         return ByteText(), None, MAX_POSITIONS - 1
     from headrace.engine.models import resolve

@@ -41,13 +41,13 @@ class RunOptions:
     context: int | None = None
     "Positions that a lane and a slot hold; by default what this request needs."
     source: str = "torch"
-    "torch, replay or module:factory."
+    "torch, cuda, replay or module:factory."
     source_options: str = "{}"
     "More options of the source, as a JSON object."
     source_python: str | None = None
     "The interpreter of the source's own environment."
     decoder: str = "cpu"
-    "cpu, null or module:factory."
+    "cpu, cuda, null or module:factory."
     lanes: int = 4
     "Active sequences of the decoder."
     decode_batch: int = 1
