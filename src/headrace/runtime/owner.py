@@ -14,21 +14,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from headrace.backends.base import Decoder, PinsSlabs, PrefillEngine
-from headrace.errors import Closed, DeviceError, LocalProtocolError, Refused
+from headrace.errors import Closed, LocalProtocolError, Refused
 from headrace.ids import AttemptId, Span
 from headrace.plan import Plan
-from headrace.protocol.books import Apart, Limits
+from headrace.protocol.books import Limits
 from headrace.protocol.commands import Cause
 from headrace.protocol.handoff import HandoffState
 from headrace.protocol.owner import Owner
-from headrace.protocol.snapshot import Snapshot
-from headrace.runtime.active import Active, reason_of
+from headrace.runtime.active import Active
 from headrace.runtime.checks import check_bounds, check_request, prompt_of
 from headrace.runtime.importing import SHARED_CHUNK_NBYTES, Importing
 from headrace.runtime.local import LocalSource
+from headrace.runtime.operated import OperatedShell
 from headrace.runtime.requests import Request, RequestOptions
 from headrace.runtime.share import IMPORT_SHARE
-from headrace.runtime.shell import Shell
 from headrace.runtime.sources import Sources
 from headrace.runtime.supervisor import RestartPolicy
 from headrace.runtime.watch import Watch
@@ -39,7 +38,7 @@ _log = logging.getLogger("headrace.owner")
 _epochs = itertools.count(time.time_ns())
 
 
-class DecoderOwner(Shell):
+class DecoderOwner(OperatedShell):
     """The sole owner of one decoder and of the sources attached to it.
 
     Every method must be called from the thread that made it. `turn` does a bounded piece of work;
@@ -311,65 +310,6 @@ class DecoderOwner(Shell):
                 return False
             self.turn(0.05)
         return True
-
-    # What an operator asks.
-
-    def statistics(self) -> dict[str, dict[str, int]]:
-        """Counts of the machine, the decoder, the restarts and each source.
-
-        Lanes, slots, hand-offs and sources by state; dropped messages by reason, ended requests by
-        cause, retries, and what is quarantined by reason, since the start.
-        """
-        return {
-            **self._machine.statistics(),
-            **self._sources.statistics(),
-            "auto": self._chooser.statistics(),
-            "prefix": self._keeping.index.statistics(),
-            "decoder": dict(self._decoder.statistics()),
-            "requests": {
-                "open": len(self._active),
-                "decoding": len(self._decoding),
-                "imports": len(self._flights),
-                "poison_nbytes": self._poison.nbytes,
-            },
-        }
-
-    def snapshot(self) -> Snapshot:
-        """Everything that is held now, lane by lane and slot by slot."""
-        return self._machine.snapshot()
-
-    def quarantined(self) -> dict[AttemptId, Apart]:
-        """What is out of service, with reason and time, by the attempt that left it behind."""
-        return dict(self._machine.apart)
-
-    def reinstate(self, attempt: AttemptId) -> None:
-        """Put what an attempt left behind in service again: you answer for it that it is quiet.
-
-        That no device still writes there can be known from outside only: it was reset, or its
-        driver says that its queues are empty.
-
-        Raises:
-            Refused: nothing of this attempt is quarantined.
-            DeviceError: the decoder does not free it; nothing changes.
-        """
-        self._check_open()
-        if attempt not in self._machine.apart:
-            raise Refused(f"nothing of attempt {attempt} is quarantined", field="attempt")
-        held = self._apart.get(attempt)
-        if held is not None:
-            try:
-                self._decoder.free(held)
-            except Exception as exc:
-                raise DeviceError(f"{held} was not freed: {reason_of(exc)}") from exc
-            del self._apart[attempt]
-        _log.warning("what attempt %s left behind is in service again", attempt)
-        self._machine.reinstate(attempt, time.monotonic_ns())
-        self._run_commands()
-
-    def check_integrity(self) -> None:
-        """Raise LocalProtocolError unless lanes, slots, tokens and kept prompts all add up."""
-        self._machine.check_integrity()
-        self._keeping.index.check_integrity()
 
     def close(self) -> None:
         """End all requests, then the decoder, then the sources. Idempotent.

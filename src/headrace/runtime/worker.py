@@ -65,7 +65,7 @@ class SourceHandle:
         log_level: str = "WARNING",
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """`engine` names one (torch, cuda, replay, module:factory) in the environment of `interpreter`.
+        """`engine` names one (torch, replay, module:factory) in the environment of `interpreter`.
 
         `env`: variables over those of this process, such as a vendor's device choice.
 
