@@ -209,7 +209,7 @@ class Beside:
     """A stand of a tiny model with a source of its own, for neighbours."""
 
     def __init__(self) -> None:
-        self.decoder = DiscardingDecoder(load._cpu_beside(MODEL))
+        self.decoder = DiscardingDecoder(load._decoder_beside(MODEL))
         manifest = self.decoder.manifest()
         source = load._paced(manifest, 64, 20.0)
         self.stand = load._stand(source, self.decoder, MODEL.context)
@@ -287,7 +287,7 @@ def test_a_neighbour_that_ends_ends_the_run(beside: Beside) -> None:
 def test_a_stand_that_cannot_be_made_leaves_nothing(nothing_left: None) -> None:
     source = SourceHandle("replay", {"layers": 2})
     with pytest.raises(Refused):
-        load._stand(source, load._cpu_beside(MODEL), MODEL.context)
+        load._stand(source, load._decoder_beside(MODEL), MODEL.context)
 
 
 def test_prompts_that_the_model_does_not_hold_are_refused() -> None:

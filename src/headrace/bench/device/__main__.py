@@ -44,7 +44,7 @@ def run(place: Place, only: Sequence[str] = (), total_s: float = TOTAL_S) -> int
     Raises:
         Refused: the folder is not empty, or the device is occupied. BackendUnavailable: no GPU.
     """
-    check_folder(place.folder)
+    check_folder(place.folder, place.kind)
     if place.kind == "real":
         _refuse_occupied(share=place.share_device)
     steps = [step for step in STEPS if not only or step.name in only]

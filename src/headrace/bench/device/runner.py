@@ -20,6 +20,7 @@ from headrace.errors import Refused
 
 State: TypeAlias = Literal["done", "failed", "timed out", "left out"]
 
+RESULTS: Final = "/benchmarks/results/"
 REFUSED: Final = 2
 """The exit status of a step that cannot be done here; its last word says why."""
 _LAST_WORD_NBYTES: Final = 4096
@@ -114,8 +115,14 @@ def command_for(kind: Kind, folder: Path, *, share_device: bool) -> Command:
     return command
 
 
-def check_folder(folder: Path) -> None:
-    """Make the folder. Raises: Refused if it holds something, or cannot be made."""
+def check_folder(folder: Path, kind: Kind) -> None:
+    """Make the folder.
+
+    Raises:
+        Refused: it holds something or cannot be made, or a dry run's rows would lie with results.
+    """
+    if kind == "fake" and RESULTS in folder.resolve().as_posix() + "/":
+        raise Refused(f"{folder} is for results, and a dry run has none; name another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         held = any(folder.iterdir())
