@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
+from headrace.errors import DeviceError
 from headrace.geometry import Layout, Manifest
 from headrace.ids import Span
 from headrace.messages import DeviceTimes, Prefill
@@ -180,6 +181,14 @@ class Kept:
     nbytes: int
 
 
+class ReserveFailed(DeviceError):
+    """The device failed while a reservation was filled: its lane is not known to be quiet."""
+
+    def __init__(self, text: str, reservation: Reservation) -> None:
+        super().__init__(text)
+        self.reservation = reservation
+
+
 @runtime_checkable
 class KeepsEntries(Protocol):
     """A decoder whose published entries can outlive their lanes.
@@ -209,8 +218,12 @@ class KeepsEntries(Protocol):
     def reserve_from(self, kept: Kept, positions: int, num_tokens: int) -> Reservation:
         """As `reserve`, with the live cells of positions [0, `positions`) of `kept` in place.
 
-        Later imports, and what decodes, come after these cells on the device. Raises as `reserve`.
+        Later imports, and what decodes, come after these cells on the device. Raises as `reserve`;
+        ReserveFailed where a lane was set aside and the cells could not be had.
         """
+
+    def storage_of(self, held: Reservation | Entry) -> int:
+        """The number of the lane memory that a reservation or an entry uses."""
 
     def evict(self, kept: Kept) -> None:
         """Keep it no longer."""

@@ -28,7 +28,7 @@ def extra_storages(layers: Sequence[Layer], context: int, keep_nbytes: int) -> i
             "give at least that, or 0 to keep none",
             field="keep_nbytes",
         )
-    return keep_nbytes // lane_nbytes(layers, context)
+    return keep_nbytes // least  # so that there is room for tails, too
 
 
 class KeepsInLanes:
@@ -67,9 +67,17 @@ class KeepsInLanes:
             WouldBlock: no lane is free.
             LocalProtocolError: the prompt can never fit, `kept` cannot be reused so, or nothing was
                 evicted though the lane needs memory.
-            DeviceError: a copy failed; then the lane stays taken.
+            ReserveFailed: a copy failed; the lane stays taken until its reservation is freed.
         """
         return self._lanes.reserve_from(kept, positions, num_tokens)
+
+    def storage_of(self, held: Reservation | Entry) -> int:
+        """The number of the lane memory that a reservation or an entry uses.
+
+        Raises:
+            LocalProtocolError: it is stale.
+        """
+        return self._lanes.storage_of(held)
 
     def evict(self, kept: Kept) -> None:
         """Keep it no longer. Raises: LocalProtocolError if it is not kept."""

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from headrace.backends.base import Entry, Kept, Reservation, SlotView
+from headrace.backends.base import Entry, Kept, Reservation, ReserveFailed, SlotView
 from headrace.backends.storages import Storages
 from headrace.engine.lanes import Lane, host_bytes
 from headrace.engine.prefill import Seed, States, needed_rows
@@ -97,7 +97,7 @@ class LaneTable:
         Raises:
             WouldBlock: no lane is free.
             LocalProtocolError: as `reserve`, or `kept` cannot be reused so.
-            DeviceError: a copy failed; then the lane and its memory stay taken.
+            ReserveFailed: a copy failed; the lane and its memory stay taken until it is freed.
         """
         if not self.can_reuse(kept, positions) or positions > num_tokens:
             raise LocalProtocolError(
@@ -117,8 +117,16 @@ class LaneTable:
             sources = self._storages.rows(kept, layer, start, positions)
             for part, source in enumerate(sources):
                 moves.append((lane.cells(layer.index, part, start, positions), source))
-        self._copier(moves)
+        try:
+            self._copier(moves)
+        except Exception as exc:
+            raise ReserveFailed(f"{kept} was not copied: {exc}", reservation) from exc
         return reservation
+
+    def storage_of(self, held: Reservation | Entry) -> int:
+        """The number of the memory that a lane uses. Raises: LocalProtocolError: it is stale."""
+        self._held(held, _state_of(held))
+        return self._storages.number_of(held.lane)
 
     def keep(self, entry: Entry) -> Kept:
         """Keep a published entry's prompt, before its first decode step.

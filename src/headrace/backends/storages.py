@@ -96,6 +96,10 @@ class Storages:
         memory.lane = lane
         return memory.storage
 
+    def number_of(self, lane: int) -> int:
+        """The number of the memory that a lane uses. Raises: LocalProtocolError: it uses none."""
+        return self._used_by(lane).number
+
     def leave(self, lane: int) -> None:
         """The lane uses its memory no longer."""
         self._used_by(lane).lane = None

@@ -316,7 +316,7 @@ def _asked_spans(prefill: Prefill, plan: Plan) -> int:
 
 def _num_chunks(prefill: Prefill, plan: Plan) -> int:
     n, start = plan.num_tokens, plan.start
-    marks = [start, *(cut for cut in prefill.cuts if start < cut < n), n]
+    marks = sorted({start, *(cut for cut in prefill.cuts if start < cut < n), n})
     count = 0
     for begin, stop in pairwise(marks):
         computed = min(prefill.prefill_chunk or stop - begin, stop - begin)

@@ -9,18 +9,25 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 from headrace.backends.base import Decoder, Entry, KeepsEntries, Kept, Reservation
 from headrace.errors import WouldBlock
 from headrace.geometry import Manifest, PrefixUse
-from headrace.messages import Measured, Remainder, Reuse
-from headrace.plan import Plan
+from headrace.messages import Measured, Reuse
 from headrace.runtime.costs import Costs, Figure
-from headrace.runtime.prefix import OWNER, Found, KeptPrompt, PrefixIndex, Schedule
+from headrace.runtime.prefix import Found, KeptPrompt, PrefixIndex, Schedule
 from headrace.runtime.requests import RequestOptions
-from headrace.runtime.reuse import Sides, Speeds, as_told, choose, ways
+from headrace.runtime.reuse import (
+    MOST_OWNER_BESIDE_NS,
+    MOST_OWNER_NS,
+    Sides,
+    Speeds,
+    as_told,
+    choose,
+    ways,
+)
 
 _log = logging.getLogger("headrace.owner")
 
@@ -34,6 +41,12 @@ class Maker(NamedTuple):
     prefix: PrefixUse
 
 
+def verified_by(options: RequestOptions) -> frozenset[str]:
+    """How the cells of such a request are looked at before they are published."""
+    asked = (("digest", options.digest), ("poison", options.poison))
+    return frozenset(name for name, is_asked in asked if is_asked)
+
+
 class Keeping:
     """What one decoder keeps; it keeps nothing if it cannot, or was not told to."""
 
@@ -44,6 +57,7 @@ class Keeping:
         self.index = PrefixIndex(0 if self._keeper is None else self._keeper.keeps_nbytes)
         self._step_ns: Figure | None = None  # one decode step
         self._position_ns: Figure | None = None  # one position of a remainder, by the owner
+        self._off = {use: Figure(1.0) for use in _USES}  # of a remainder by a source
 
     def look_up(
         self,
@@ -53,11 +67,13 @@ class Keeping:
         *,
         owner_continues: bool,
         costs: Costs | None,
+        decoding: bool,
     ) -> tuple[Found | None, Reuse | None]:
         """What a request can go on from, pinned, and what its caller is told of it.
 
         makers: every source that it may go to. owner_continues: whether the owner's own engine can
-        compute a remainder. costs: of the source, as far as they are known.
+        compute a remainder. costs: of the source, as far as they are known. decoding: whether
+        entries decode, which stand still while the owner computes.
         """
         if options.prefix == "off":
             return None, None
@@ -68,14 +84,16 @@ class Keeping:
             tokens,
             options.prefill_chunk,
             makers={maker.name for maker in makers},
-            cuts=options.prefill_cuts,
-            shared=options.prefix == "shared",
+            cuts=self.schedule_of(options, "").cuts,
+            shared=options.prefix == "shared" and not options.prefill_cuts,
             can_reuse=self._keeper.can_reuse,
+            needs_logits=options.sampling.temperature > 0 or options.audit,
+            verified=verified_by(options),
         )
         uses = [_USES.index(maker.prefix) for maker in makers]
         sides = Sides(_USES[min(uses, default=0)], owner_continues)
         row_nbytes = float(sum(layer.row_nbytes for layer in self._manifest.layers))
-        speeds = self._speeds(len(tokens), options.prefill_chunk, costs)
+        speeds = self._speeds(len(tokens), options.prefill_chunk, costs, decoding=decoding)
         offers = ways(found, sides, speeds, len(tokens), row_nbytes)
         way, reason = choose(offers, owner_is_measured=self._position_ns is not None)
         if way.found is not None and not self.index.pin(way.found.prompt):
@@ -93,31 +111,31 @@ class Keeping:
             raise WouldBlock("what was kept of its prompt went out of service")
         return self._keeper.reserve_from(found.prompt.kept, found.positions, num_tokens)
 
-    def publish(
-        self,
-        entry: Entry,
-        tokens: Sequence[int],
-        schedule: Schedule,
-        plan: Plan,
-        logits: bytes,
-        token: int | None,
-    ) -> Kept | None:
-        """Keep what was just published, unless the same is. Raises: what the decoder raises."""
-        prompt = array("I", tokens)
-        if self._keeper is None or self.index.holds(prompt, schedule):
+    def publish(self, entry: Entry, make: Callable[[Kept], KeptPrompt]) -> Kept | None:
+        """Keep what was just published, unless the same is.
+
+        `make` says what it is; it is asked once for a stand-in, and once when it is kept.
+
+        Raises: what the decoder raises; then nothing is kept.
+        """
+        nothing = make(Kept(0, entry.num_tokens, 0, 0, 0))
+        if self._keeper is None or self.index.holds(nothing.tokens, nothing.schedule):
             return None
         kept = self._keeper.keep(entry)
-        self.index.add(KeptPrompt(kept, schedule, prompt, plan, logits, token))
+        try:
+            self.index.add(make(kept))
+        except BaseException:  # an interrupt: nobody else would evict it
+            self._drop(kept)
+            raise
         self.evict()
         return kept
 
     def schedule_of(
-        self, options: RequestOptions, maker: str, found: Found | None, remainder: Remainder
+        self, options: RequestOptions, maker: str, found: Found | None = None
     ) -> Schedule:
-        """How the cells of a prompt came to be that was published just now."""
+        """How the cells of a prompt come to be that goes on from what was found, if anything."""
         if found is not None:
             before = found.prompt.schedule
-            maker = OWNER if remainder == "owner" else maker
             name = before.maker if before.maker == maker else f"{before.maker}+{maker}"
             return before._replace(maker=name).cut_at(found.positions)
         dtypes = {part.dtype for layer in self._manifest.layers for part in layer.parts}
@@ -139,10 +157,23 @@ class Keeping:
         for kept in self.index.evict(lambda: keeper.kept_nbytes):
             self._drop(kept)
 
-    def lose(self, *kept: Kept | None) -> None:
-        """The memories of these are out of service, and with them all that is kept there."""
-        storages = {each.storage for each in kept if each is not None}
-        for lost in self.index.lose(storages) if storages else ():
+    def lose(self, held: Reservation | Entry) -> None:
+        """The memory that a lane uses is out of service, and with it all that is kept there."""
+        if self._keeper is None:
+            return
+        try:
+            storage = self._keeper.storage_of(held)
+        except Exception as exc:
+            _log.error("where %s lies is not known, so nothing is kept any more: %s", held, exc)
+            lost = self.index.lose({prompt.kept.storage for prompt in self.index})
+        else:
+            lost = self.index.lose({storage})
+        for each in lost:
+            self._drop(each)
+
+    def distrust(self, *prompts: Kept | None) -> None:
+        """What a request failed on is kept no longer: the next one would fail on it again."""
+        for lost in self.index.forget({each.serial for each in prompts if each is not None}):
             self._drop(lost)
 
     def stepped(self, ns: int) -> None:
@@ -151,7 +182,19 @@ class Keeping:
             self._step_ns = Figure(float(ns))
         self._step_ns.add(float(ns))
 
-    def computed(self, positions: int, measured: Measured) -> None:
+    def computed_there(
+        self, use: PrefixUse, share: float, prefill_ns: float | None, measured: Measured
+    ) -> None:
+        """A source computed a remainder of this share of a prompt, of which a prefill is expected
+        to take so long.
+        """
+        if use == "recompute":
+            share = 1.0
+        if prefill_ns:
+            took_ns = measured.source_final_ns - measured.prefill_begun_ns
+            self._off[use].add(took_ns / (share * prefill_ns))
+
+    def computed_here(self, positions: int, measured: Measured) -> None:
         """The owner computed a remainder of so many positions."""
         ns = (measured.source_final_ns - measured.prefill_begun_ns) / positions
         if self._position_ns is None:
@@ -166,11 +209,16 @@ class Keeping:
         except Exception as exc:
             _log.error("%s was not evicted: %s", kept, exc)
 
-    def _speeds(self, num_tokens: int, prefill_chunk: int, costs: Costs | None) -> Speeds:
+    def _speeds(
+        self, num_tokens: int, prefill_chunk: int, costs: Costs | None, *, decoding: bool
+    ) -> Speeds:
         figure = self._position_ns or self._step_ns  # a step computes one position, and no faster
         position_ns = None if figure is None else figure.value
+        most_ns = MOST_OWNER_BESIDE_NS if decoding else MOST_OWNER_NS
+        off = self._off["recompute"].value, self._off["own_cache"].value, most_ns
         if costs is None:
-            return Speeds(None, position_ns, None, None)
+            return Speeds(None, position_ns, None, None, *off)
         import_ns = costs.import_ns_per_byte.value
         carry_ns = costs.write_ns_per_byte.value + import_ns
-        return Speeds(costs.compute_ns(num_tokens, prefill_chunk), position_ns, carry_ns, import_ns)
+        compute_ns = costs.compute_ns(num_tokens, prefill_chunk)
+        return Speeds(compute_ns, position_ns, carry_ns, import_ns, *off)

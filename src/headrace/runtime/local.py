@@ -116,9 +116,6 @@ class LocalSource:
         if granted is None:
             return
         self._counts["attempts"] += 1
-        kept, self._kept = self._kept, None
-        if kept is not None and isinstance(self._engine, ContinuesKept):
-            self._engine.continue_from(kept)
         attempt = SourceAttempt(granted, plan_for(granted.num_tokens, granted.start))
         link = _Link(attempt, tell, take_in)
         self._attempt = attempt
@@ -142,10 +139,13 @@ class LocalSource:
 
     def _run(self, attempt: SourceAttempt, link: _Link) -> Sequence[FromSource]:
         """Run the engine; returns what is still to be told."""
+        kept, self._kept = self._kept, None
         if self._withdrawn:
             attempt.start(time.monotonic_ns())
             attempt.cancel()
             return [attempt.returned()]
+        if kept is not None and isinstance(self._engine, ContinuesKept):
+            self._engine.continue_from(kept)
         slot = self._open_slab().view
         sink = SlotSink(attempt, slot, link.send, link.poll)
         try:

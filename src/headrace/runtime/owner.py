@@ -173,8 +173,9 @@ class DecoderOwner(OperatedShell):
             prompt,
             options,
             self._sources.makers(local=local),
-            owner_continues=self._sources.local_continues,
-            costs=self._chooser.known(),
+            owner_continues=self._owner_continues(options),
+            costs=self._chooser.known(self._sources.in_service),
+            decoding=bool(self._decoding),
         )
         now_ns = time.monotonic_ns()
         deadline_ns = None
@@ -191,6 +192,13 @@ class DecoderOwner(OperatedShell):
         self._checked = False
         self._run_commands()
         return request
+
+    def _owner_continues(self, options: RequestOptions) -> bool:
+        """Whether this request's remainder may be the owner's: nothing follows if that fails, so
+        not where something is asked to.
+        """
+        asked = options.prefix == "shared" and options.on_failure == "fail"
+        return asked and self._sources.local_continues()
 
     def cancel(self, request: Request) -> None:
         """The caller wants no more of it, wherever it is; a request that is done stays as it is."""

@@ -60,7 +60,9 @@ class KeptPrompt:
     """One published prompt: its tokens, its cells, and what chose its first token.
 
     plan: of all its positions. logits: the source-final row, empty where a `token` was given
-    instead. pins: requests that are about to use it.
+    instead. is_cut: whether its engine cut the computation as it was asked to; else only the end of
+    the prompt is a cut. verified: what its cells were looked at with before it was published.
+    pins: requests that are about to use it.
     """
 
     kept: Kept
@@ -69,7 +71,14 @@ class KeptPrompt:
     plan: Plan
     logits: bytes
     token: int | None
+    is_cut: bool = True
+    verified: frozenset[str] = frozenset()
     pins: int = 0
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of what is kept of it beside its cells."""
+        return len(self.logits) + self.tokens.itemsize * len(self.tokens)
 
 
 class Found(NamedTuple):
@@ -88,7 +97,8 @@ class Found(NamedTuple):
 class PrefixIndex:
     """The kept prompts of one decoder, those used longest ago first; at most `nbytes` of them.
 
-    nbytes: of lane memories without a lane and of tails, as the decoder counts them.
+    nbytes: of lane memories without a lane and of tails, as the decoder counts them, and of rows of
+    logits and tokens.
     """
 
     nbytes: int
@@ -110,21 +120,26 @@ class PrefixIndex:
         cuts: tuple[int, ...],
         shared: bool,
         can_reuse: Callable[[Kept, int], bool],
+        needs_logits: bool = False,
+        verified: frozenset[str] = frozenset(),
     ) -> list[Found]:
         """What of the kept prompts a prompt can go on from, the longest first, then the latest.
 
         Only the same prompt, computed by one of `makers` with these cuts, unless `shared`: then
         also what begins alike, however it was computed, up to a cut of it; but for what was cut so
-        often that one cut more cannot be told.
+        often that one cut more cannot be told. `cuts`: but for those that the chunk makes by
+        itself. `needs_logits`: a token in their place does not do. `verified`: how its cells must
+        have been looked at.
         """
         found: list[Found] = []
         for prompt in reversed(self._prompts.values()):
             schedule = prompt.schedule
-            if schedule.prefill_chunk != prefill_chunk:
+            if schedule.prefill_chunk != prefill_chunk or verified - prompt.verified:
                 continue
             same = prompt.tokens == tokens
             as_asked = schedule.cuts == cuts and schedule.maker in makers
-            if same and (shared or as_asked):
+            usable = bool(prompt.logits) or not needs_logits
+            if same and usable and (shared or as_asked):
                 found.append(Found(prompt, len(tokens)))
             elif shared and not same and len(schedule.cuts) < MAX_CUTS:
                 positions = _shared_positions(prompt, tokens, can_reuse)
@@ -153,7 +168,7 @@ class PrefixIndex:
             return False
         pinned = [p for p in self if p.pins or p is prompt]
         storages = {p.kept.storage: p.kept.storage_nbytes for p in pinned}
-        nbytes = sum(storages.values()) + sum(p.kept.nbytes for p in pinned)
+        nbytes = sum(storages.values()) + sum(p.kept.nbytes + p.row_nbytes for p in pinned)
         if nbytes > self.nbytes:
             self._counts["unpinnable"] += 1
             return False
@@ -168,8 +183,11 @@ class PrefixIndex:
         prompt.pins -= 1
 
     def evict(self, kept_nbytes: Callable[[], int]) -> Iterator[Kept]:
-        """What the decoder must evict, one by one, until `kept_nbytes()` is within the bound."""
-        while kept_nbytes() > self.nbytes:
+        """What the decoder must evict, one by one, until all is within the bound.
+
+        `kept_nbytes`: what the decoder counts.
+        """
+        while kept_nbytes() + sum(prompt.row_nbytes for prompt in self) > self.nbytes:
             victim = next((prompt for prompt in self if not prompt.pins), None)
             if victim is None:
                 return
@@ -180,6 +198,14 @@ class PrefixIndex:
     def lose(self, storages: Collection[int]) -> list[Kept]:
         """These memories are out of service: what lay there is kept no longer, pinned or not."""
         lost = [prompt.kept for prompt in self if prompt.kept.storage in storages]
+        for kept in lost:
+            del self._prompts[kept.serial]
+        self._counts["lost"] += len(lost)
+        return lost
+
+    def forget(self, serials: Collection[int]) -> list[Kept]:
+        """These are not to be used again, pinned or not."""
+        lost = [prompt.kept for prompt in self if prompt.kept.serial in serials]
         for kept in lost:
             del self._prompts[kept.serial]
         self._counts["lost"] += len(lost)
@@ -225,5 +251,7 @@ def _shared_positions(
     At least the last of them is left to compute, since only it yields the first token's logits.
     """
     alike = min(common_positions(prompt.tokens, tokens), len(tokens) - 1)
-    boundaries = [at for at in prompt.schedule.boundaries(len(prompt.tokens)) if at <= alike]
+    num_tokens = len(prompt.tokens)
+    cuts = prompt.schedule.boundaries(num_tokens) if prompt.is_cut else [num_tokens]
+    boundaries = [at for at in cuts if at <= alike]
     return next((at for at in reversed(boundaries) if can_reuse(prompt.kept, at)), 0)

@@ -147,6 +147,11 @@ class RequestOptions:
                 f"this source gives whole results only and cannot serve route {self.route!r}",
                 field="route",
             )
+        if self.prefill_cuts and source.prefix == "none":
+            raise Refused(
+                "this source does not cut its prefill where it is asked to; leave prefill_cuts out",
+                field="prefill_cuts",
+            )
         for side, manifest in (("source", source), ("decoder", decoder)):
             if self.route == "streamed" and self.emission not in manifest.emits:
                 raise Refused(f"this {side} does not take {self.emission}", field="emission")

@@ -18,6 +18,9 @@ from headrace.runtime.prefix import Found
 
 NOTHING: Final = "no kept prompt begins alike"
 MOST_TRIED: Final = 2.0  # of the best other way: what measuring the owner's engine may cost
+MOST_OWNER_NS: Final = 2e9  # that the owner computes for one remainder: nobody decodes meanwhile,
+MOST_OWNER_BESIDE_NS: Final = 1e8  # the same where somebody does
+MOST_RECOMPUTED_CUTS: Final = 8  # each is a forward of its own when the source runs from 0
 
 
 class Way(NamedTuple):
@@ -38,13 +41,18 @@ class Speeds(NamedTuple):
     source_ns: to compute the whole prompt at the source. position_ns: to compute one position of a
     remainder by the owner's own engine; until one was measured it is that of a decode step, which
     it is at most. carry_ns_per_byte: to write and import cells. copy_ns_per_byte: to copy cells
-    within the decoder.
+    within the decoder. recompute_off, own_cache_off: by how much a source took longer than a
+    prefill of as many positions, when it computed a remainder so. most_owner_ns: how long the owner
+    may compute.
     """
 
     source_ns: float | None
     position_ns: float | None
     carry_ns_per_byte: float | None
     copy_ns_per_byte: float | None
+    recompute_off: float = 1.0
+    own_cache_off: float = 1.0
+    most_owner_ns: float = MOST_OWNER_NS
 
 
 class Sides(NamedTuple):
@@ -71,24 +79,46 @@ def ways(
         return [Way(found[0], "none", 0.0, f"all {num_tokens} positions are kept")]
     cold_ns = _sum(speeds.source_ns, _times(speeds.carry_ns_per_byte, row_nbytes * num_tokens))
     if found:
-        best = found[0]
-        rest = num_tokens - best.positions
+        best, rest = found[0], num_tokens - found[0].positions
+        carried, copied = _moved(best, rest, row_nbytes, speeds)
         share = rest / num_tokens
-        carried = _times(speeds.carry_ns_per_byte, row_nbytes * rest)
-        copied_nbytes = 0.0 if best.is_all else row_nbytes * best.positions
-        copied = _times(speeds.copy_ns_per_byte, copied_nbytes)
         if sides.owner:
-            ns = _sum(_times(speeds.position_ns, float(rest)), copied)
-            out.append(Way(best, "owner", ns, f"the owner computes {rest} positions"))
+            ns = _times(speeds.position_ns, float(rest))
+            if ns is None or ns <= speeds.most_owner_ns:
+                text = f"the owner computes {rest} positions"
+                out.append(Way(best, "owner", _sum(ns, copied), text))
         if sides.source == "own_cache":
-            ns = _sum(_times(speeds.source_ns, share), carried, copied)
-            out.append(Way(best, "source", ns, f"the source goes on from its cache for {rest}"))
-        elif sides.source == "recompute":
-            ns = _sum(speeds.source_ns, carried, copied)
-            text = f"the source computes all {num_tokens} again and sends {rest}"
-            out.append(Way(best, "source", ns, text))
+            computed = _times(speeds.source_ns, share * speeds.own_cache_off)
+            text = f"the source goes on for {rest} from its cache, where that has the others"
+            out.append(Way(best, "source", _sum(computed, carried, copied), text))
+    if sides.source == "recompute":
+        out += _recomputed(found, speeds, num_tokens, row_nbytes)
     out.append(Way(None, "source", cold_ns, f"a prefill of all {num_tokens}"))
     return out
+
+
+def _recomputed(
+    found: Sequence[Found], speeds: Speeds, num_tokens: int, row_nbytes: float
+) -> list[Way]:
+    """By the source from position 0, which takes a forward for each cut: so not of too many."""
+    few = (each for each in found if len(each.prompt.schedule.cuts) < MOST_RECOMPUTED_CUTS)
+    best = next(few, None)
+    if best is None:
+        return []
+    rest = num_tokens - best.positions
+    carried, copied = _moved(best, rest, row_nbytes, speeds)
+    computed = _times(speeds.source_ns, speeds.recompute_off)
+    text = f"the source computes all {num_tokens} again and sends {rest}"
+    return [Way(best, "source", _sum(computed, carried, copied), text)]
+
+
+def _moved(
+    found: Found, rest: int, row_nbytes: float, speeds: Speeds
+) -> tuple[float | None, float | None]:
+    """To carry the rest from a source, and to copy what is kept where it cannot be taken over."""
+    copied = 0.0 if found.is_all else row_nbytes * found.positions
+    carried = _times(speeds.carry_ns_per_byte, row_nbytes * rest)
+    return carried, _times(speeds.copy_ns_per_byte, copied)
 
 
 def choose(of: Sequence[Way], *, owner_is_measured: bool = True) -> tuple[Way, str]:

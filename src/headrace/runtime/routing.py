@@ -113,9 +113,9 @@ class RouteChooser:
         if self._probed is not None and not odd:
             self._costs_of(source, self._probed).learn(sample)
 
-    def known(self) -> Costs | None:
-        """What is known of a source; None before anything was measured."""
-        return next(iter(self._costs.values()), None)
+    def known(self, sources: Iterable[SourceId]) -> Costs | None:
+        """What is known of the first of these sources of which anything is; None before that."""
+        return next((self._costs[each] for each in sources if each in self._costs), None)
 
     def keep(self, sources: Container[SourceId]) -> None:
         """Forget all other sources: they are gone."""

@@ -18,7 +18,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import assert_never
 
-from headrace.backends.base import Decoder, Entry, Reservation
+from msgspec.structs import replace
+
+from headrace.backends.base import Decoder, Entry, Reservation, ReserveFailed
 from headrace.errors import PeerDied, Refused, WouldBlock
 from headrace.ids import AttemptId, RequestId, SourceId
 from headrace.messages import Cancel, Prefill, Reuse
@@ -45,15 +47,17 @@ from headrace.runtime.checks import grant
 from headrace.runtime.costs import Sample
 from headrace.runtime.decoding import Decoding
 from headrace.runtime.import_shell import ImportShell
-from headrace.runtime.keeping import Keeping
+from headrace.runtime.keeping import Keeping, verified_by
 from headrace.runtime.local import LocalSource
 from headrace.runtime.poison import fill, kv_range
-from headrace.runtime.prefix import Found
+from headrace.runtime.prefix import Found, KeptPrompt
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.routing import RouteChooser
 from headrace.runtime.sources import Sources
 
 _log = logging.getLogger("headrace.owner")
+
+_OF_WHAT_WAS_PUBLISHED = (Cause.MALFORMED.value, Cause.DEVICE.value)
 
 
 class Shell(ImportShell):
@@ -97,8 +101,6 @@ class Shell(ImportShell):
         reuse: Reuse | None,
     ) -> RequestId:
         local = reuse is not None and reuse.remainder == "owner"
-        if local:
-            self._sources.open_local()
         try:
             return self._machine.submit(
                 len(prompt),
@@ -191,6 +193,9 @@ class Shell(ImportShell):
             active.held = self._keeping.reserve(active.found, command.num_tokens)
         except WouldBlock as exc:
             self._fail_later(active, exc, refused=True)
+        except ReserveFailed as exc:
+            active.held = exc.reservation  # kept for an operator who answers for the device
+            self._fail_later(active, exc, refused=False)
         except BaseException as exc:
             self._fail_later(active, exc, refused=False)
             pass_on(exc)
@@ -214,21 +219,23 @@ class Shell(ImportShell):
         active = self._forget(command.attempt)
         if active is None or active.held is None:
             return
+        self._distrust(active)
         try:
             self._decoder.free(active.held)
         except BaseException as exc:
             reason = f"it was not freed: {reason_of(exc)}"
             _log.error("%s is out of service, since %s", active.held, reason)
-            self._lose(active)
+            self._keeping.lose(active.held)
             self._apart[command.attempt] = active.held
             self._machine.lane_lost(command.attempt, reason, time.monotonic_ns())
             pass_on(exc)
         self._keeping.evict()
 
-    def _lose(self, active: Active) -> None:
-        """What is kept in the storage of an attempt that is not quiet is kept no longer."""
-        found = None if active.found is None else active.found.prompt.kept
-        self._keeping.lose(active.kept, found)
+    def _distrust(self, active: Active) -> None:
+        """Whoever goes on from cells that gave no choice of a token fails as well."""
+        if active.record.published and active.request.cause in _OF_WHAT_WAS_PUBLISHED:
+            found = None if active.found is None else active.found.prompt.kept
+            self._keeping.distrust(active.kept, found)
 
     def _unpin(self, active: Active) -> None:
         if active.pinned and active.found is not None:
@@ -239,7 +246,7 @@ class Shell(ImportShell):
         active = self._forget(command.attempt)
         _log.error("storage of %s is out of service: %s", command.attempt, command.reason)
         if active is not None and active.held is not None:
-            self._lose(active)
+            self._keeping.lose(active.held)
             self._apart[command.attempt] = active.held
 
     # Prefill.
@@ -332,14 +339,24 @@ class Shell(ImportShell):
         token: int | None,
     ) -> bool:
         """Keep what was published, if its request wants that; False if the device failed."""
-        reuse, options = active.request.reuse, active.request.options
-        if source is None or reuse is None or not self._keeping.index.nbytes:
+        request = active.request
+        if source is None or request.reuse is None or not self._keeping.index.nbytes:
             return True
-        maker = self._handles[source].maker
-        schedule = self._keeping.schedule_of(options, maker, active.found, reuse.remainder)
-        told = active.prompt_tokens(), schedule, active.the_whole_plan, bytes(logits), token
+        handle = self._handles[source]
+        local = isinstance(handle, LocalSource)
+        request.reuse = replace(request.reuse, remainder="owner" if local else "source")
+        make = partial(
+            KeptPrompt,
+            schedule=self._keeping.schedule_of(request.options, handle.maker, active.found),
+            tokens=active.prompt_tokens(),
+            plan=active.the_whole_plan,
+            logits=bytes(logits),
+            token=token,
+            is_cut=handle.manifest.prefix != "none",
+            verified=verified_by(request.options),
+        )
         try:
-            active.kept = self._keeping.publish(entry, *told)
+            active.kept = self._keeping.publish(entry, make)
         except Refused as exc:  # there is no memory for it
             _log.warning("%s is not kept: %s", active.attempt, exc)
         except BaseException as exc:
@@ -353,8 +370,14 @@ class Shell(ImportShell):
         plan = active.the_plan
         measured = active.record.measured(plan.nbytes)
         if plan.start:  # not what a prefill of all of it would take
-            if isinstance(self._handles[source], LocalSource):
-                self._keeping.computed(plan.num_tokens - plan.start, measured)
+            rest = plan.num_tokens - plan.start
+            handle, costs = self._handles[source], self._chooser.known([source])
+            if isinstance(handle, LocalSource):
+                self._keeping.computed_here(rest, measured)
+            elif costs is not None:
+                ns = costs.compute_ns(plan.num_tokens, active.options.prefill_chunk)
+                share = rest / plan.num_tokens
+                self._keeping.computed_there(handle.manifest.prefix, share, ns, measured)
             return
         alone = active.alone and len(self._active) == 1
         sample = Sample(plan, active.options, measured, active.expected_ns, alone)

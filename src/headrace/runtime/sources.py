@@ -17,6 +17,7 @@ from headrace.errors import (
     DeviceError,
     LocalProtocolError,
     PeerDied,
+    Refused,
     RemoteProtocolError,
     WouldBlock,
 )
@@ -134,15 +135,28 @@ class Sources:
         for line in self._restarts.away:
             yield Maker(line.maker, line.manifest.prefix)
 
-    @property
     def local_continues(self) -> bool:
-        """Whether the owner can compute a remainder by itself."""
-        return self._local is not None and self._local.continues
+        """Whether the owner can compute a remainder by itself; its slot is made by the first call.
+
+        Not where memory is short, or its slot is out of service.
+        """
+        if self._local is None or not self._local.continues:
+            return False
+        try:
+            self.open_local()
+        except Refused as exc:
+            _log.info("the owner's own engine is not used for remainders: %s", exc)
+            return False
+        return not self._machine.no_local_left
 
     @property
-    def local_id(self) -> SourceId | None:
-        """The owner's own engine, once it is in service."""
-        return self._local_id
+    def in_service(self) -> list[SourceId]:
+        """Those in processes of their own that are not known to be dead."""
+        return [
+            source
+            for source, handle in self.handles.items()
+            if source not in self._dead and isinstance(handle, SourceHandle)
+        ]
 
     def run_local(self, take_in: Callable[[], None]) -> None:
         """Run the attempt that the owner's own engine was granted, if there is one."""

@@ -103,7 +103,8 @@ class SourceHandle:
     @property
     def maker(self) -> str:
         """Who computes: the same for two sources that compute the same bits."""
-        return f"{self.engine} {msgspec.json.encode(self._options, order='sorted').decode()}"
+        how = [self._options, self._interpreter, self._env]
+        return f"{self.engine} {msgspec.json.encode(how, order='sorted').decode()}"
 
     def start(self) -> None:
         """Spawn the process and return at once; it loads its engine meanwhile.

@@ -54,6 +54,14 @@ def test_it_measures_and_gives_everything_back(pins: bool) -> None:
     assert not device.faults
 
 
+def test_pageable_memory_is_measured_when_asked_for() -> None:
+    device = FakeDevice()
+    found = probe(device, (MIB,), (1,), MIB, pin=False)
+    assert not found.pinned
+    assert device.counts["pageable_copies"] == device.counts["copies"] > 0
+    device.close()
+
+
 def test_what_is_tried() -> None:
     assert [chunk // MIB for chunk in CHUNKS] == [1, 2, 4, 8, 16, 32, 64]
     assert DEPTHS == (1, 2, 3, 4)

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
-from headrace.backends.base import Entry, Kept, Reservation
+from headrace.backends.base import (
+    Entry,
+    Kept,
+    PrefillEngine,
+    PrefillSink,
+    Reservation,
+    ReserveFailed,
+    SpanWriter,
+)
 from headrace.backends.null import NullDecoder, decoder_like
 from headrace.backends.replay import open as open_replay
 from headrace.errors import DeviceError, LocalProtocolError, Refused
+from headrace.geometry import Manifest
+from headrace.ids import AttemptId, Span
+from headrace.messages import Cancel, Prefill
+from headrace.runtime.local import LocalSource
 from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.requests import Request, RequestOptions
+from headrace.runtime.worker import SourceHandle
 
 CONTEXT = 64
 STORAGE = 1000
+ROWS = 300  # more than the logits and the tokens of one prompt
 PROMPT = list(range(20))
 
 
@@ -28,7 +45,8 @@ class Keeper(NullDecoder):
         manifest = decoder_like(source.manifest())
         super().__init__(manifest, context=CONTEXT, lanes=lanes)
         source.close()
-        self.keeps_nbytes = keeps * STORAGE
+        self.keeps_nbytes = keeps * (STORAGE + ROWS)
+        self._lies: dict[int, int] = {}  # the number of the memory of a lane, once it is kept
         self.fail: dict[str, Exception] = {}
         self.kept: dict[int, tuple[Kept, bytes]] = {}
         self.evicted: list[Kept] = []
@@ -46,7 +64,12 @@ class Keeper(NullDecoder):
         number = len(self.kept) + len(self.evicted)
         kept = Kept(number, entry.num_tokens, number, STORAGE, 0)
         self.kept[number] = kept, bytes(self._lanes[entry.lane].view)
+        self._lies[entry.lane] = number
         return kept
+
+    def storage_of(self, held: Reservation | Entry) -> int:
+        self._may("storage_of")
+        return self._lies.get(held.lane, -1)
 
     def can_reuse(self, kept: Kept, positions: int) -> bool:
         return positions == kept.num_tokens
@@ -60,6 +83,7 @@ class Keeper(NullDecoder):
     def free(self, held: Reservation | Entry) -> None:
         self._may("free")
         super().free(held)
+        self._lies.pop(held.lane, None)
 
     def publish(self, reservation: Reservation) -> Entry:
         self._may("publish")
@@ -71,9 +95,62 @@ class Keeper(NullDecoder):
         self.evicted.append(kept)
 
 
+class Engine:
+    """The replay engine in this process; what it goes on from is noted.
+
+    spoiled: how many of its next rows of logits are no numbers.
+    """
+
+    def __init__(self) -> None:
+        self._engine = open_replay({"layers": 3, "heads": 2, "head_dim": 4})
+        self.spoiled = 0
+        self.continued: list[int] = []
+        self.starts: list[int] = []
+
+    def manifest(self) -> Manifest:
+        return msgspec.structs.replace(self._engine.manifest(), prefix="own_cache")
+
+    def continue_from(self, kept: Kept) -> None:
+        self.continued.append(kept.serial)
+
+    def prefill_stream(self, tokens: Sequence[int], sink: PrefillSink, start: int = 0) -> None:
+        self.starts.append(start)
+        self._engine.prefill_stream(tokens, Spoiling(sink, self) if self.spoiled else sink, start)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class Spoiling:
+    """A sink whose final row is spoiled; implements `PrefillSink`."""
+
+    def __init__(self, sink: PrefillSink, engine: Engine) -> None:
+        self._sink = sink
+        self._engine = engine
+        self.plan, self.options = sink.plan, sink.options
+
+    def check(self) -> None:
+        self._sink.check()
+
+    def write(self, *spans: Span) -> SpanWriter:
+        return self._sink.write(*spans)
+
+    def final(
+        self,
+        logits: memoryview | bytes | None,
+        *,
+        token: int | None = None,
+        ready_ns: int | None = None,
+    ) -> None:
+        assert logits is not None
+        self._engine.spoiled -= 1
+        nothing = array("f", [math.nan] * (len(memoryview(logits).cast("B")) // 4))
+        self._sink.final(nothing.tobytes(), ready_ns=ready_ns)
+
+
 @contextmanager
-def owner_of(decoder: NullDecoder) -> Iterator[DecoderOwner]:
-    engine = open_replay({"layers": 3, "heads": 2, "head_dim": 4})
+def owner_of(decoder: NullDecoder, engine: PrefillEngine | None = None) -> Iterator[DecoderOwner]:
+    engine = engine or open_replay({"layers": 3, "heads": 2, "head_dim": 4})
     owner = DecoderOwner(decoder, context=CONTEXT, local=engine)
     try:
         yield owner
@@ -189,7 +266,7 @@ def test_one_that_waits_for_what_is_lost_meanwhile_fails_and_takes_no_lane() -> 
         waiting = submit(owner)
         assert positions(waiting) == len(PROMPT)
         (prompt,) = owner._keeping.index
-        owner._keeping.lose(prompt.kept)
+        owner._keeping.distrust(prompt.kept)
         for each in held:
             owner.release(each)
         owner.run_until_done(waiting)
@@ -261,3 +338,184 @@ def test_two_that_wait_for_one_are_pinned_twice_and_the_last_lets_it_go() -> Non
         owner.release(held)
         owner.run_until_done(second)
         assert (second.outcome, prompt.pins) == ("finished", 0)
+
+
+# Found by a reader who meant harm.
+
+
+def test_a_row_of_logits_that_gives_no_token_is_not_kept() -> None:
+    """Or every identical prompt would fail on it."""
+    engine = Engine()
+    with owner_of(Keeper(), engine) as owner:
+        engine.spoiled = 1
+        first = run(owner, max_tokens=1)
+        assert (first.outcome, first.cause) == ("failed", "malformed")
+        assert len(owner._keeping.index) == 0
+        again = run(owner, max_tokens=1)
+        assert (again.outcome, positions(again)) == ("finished", 0)
+        assert positions(run(owner, max_tokens=1)) == len(PROMPT)
+
+
+def test_what_is_to_be_gone_on_from_is_told_to_the_engine_when_it_runs_and_not_before() -> None:
+    """A grant that is withdrawn leaves nothing behind for the next one."""
+    engine = Engine()
+    decoder = Keeper()
+    local = LocalSource(engine, decoder.manifest(), CONTEXT)
+    local.open()
+    kept = Kept(5, 9, 0, STORAGE, 0)
+    attempt = AttemptId(1, 0, 1)
+    granted = Prefill(attempt, 0, 0, 20, "whole", 1, 0, 0, "layers", False, 9, (9,))
+    local.continue_from(kept)
+    local.send(granted)
+    local.send(Cancel(attempt))
+    owner = DecoderOwner(decoder, context=CONTEXT)
+    plan_for = owner._sources._plan_for(local.layout)
+    local.run(plan_for, lambda _: None, lambda: None)
+    assert (engine.continued, engine.starts) == ([], [])
+    local.send(msgspec.structs.replace(granted, start=0, cuts=()))
+    local.run(plan_for, lambda _: None, lambda: None)
+    assert (engine.continued, engine.starts) == ([], [0])
+    local.continue_from(kept)
+    local.send(granted)
+    local.run(plan_for, lambda _: None, lambda: None)
+    assert (engine.continued, engine.starts) == ([5], [0, 9])
+    local.close()
+    owner.close()
+
+
+@pytest.mark.parametrize("on_failure", ["retry", "local"])
+def test_a_request_that_wants_something_to_follow_has_no_remainder_by_the_owner(
+    on_failure: Any,
+) -> None:
+    with owner_of(Keeper(), Engine()) as owner:
+        assert owner._owner_continues(RequestOptions(prefix="shared"))
+        assert not owner._owner_continues(RequestOptions(prefix="shared", on_failure=on_failure))
+        assert not owner._owner_continues(RequestOptions(prefix="identical"))
+
+
+def test_an_engine_whose_slot_is_lost_gets_no_remainder() -> None:
+    with owner_of(Keeper(), Engine()) as owner:
+        assert owner._sources.local_continues()
+        (source,) = owner._machine._sources.values()
+        source.dead = True
+        assert not owner._sources.local_continues()
+        source.dead = False
+
+
+def test_an_engine_that_has_no_memory_for_a_slot_gets_no_remainder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def short(*_: object) -> None:
+        raise Refused("no memory")
+
+    with owner_of(Keeper(), Engine()) as owner:
+        monkeypatch.setattr("headrace.runtime.local.Slab.create", short)
+        assert not owner._sources.local_continues()
+
+
+def test_a_lane_that_is_lost_takes_only_what_lies_in_its_own_memory_along() -> None:
+    """What it was copied from is sound, and others may wait for it."""
+    decoder = Keeper(keeps=3)
+    with owner_of(decoder) as owner:
+        run(owner)
+        decoder.fail["free"] = DeviceError("it is not freed")
+        assert positions(run(owner)) == len(PROMPT)
+        assert owner.statistics()["quarantined"]["lanes"] == 1
+        assert positions(run(owner)) == len(PROMPT)
+
+
+def test_where_it_is_not_known_where_a_lane_lies_nothing_is_kept_any_more() -> None:
+    decoder = Keeper(keeps=3)
+    with owner_of(decoder) as owner:
+        run(owner)
+        run(owner, other(1))
+        decoder.fail |= {"free": DeviceError("gone"), "storage_of": DeviceError("gone")}
+        run(owner, other(2), prefix="off")
+        assert len(owner._keeping.index) == 0
+        owner.check_integrity()
+
+
+def test_a_lane_whose_filling_failed_is_apart_and_can_be_reinstated() -> None:
+    decoder = Keeper(lanes=1)
+    with owner_of(decoder) as owner:
+        run(owner)
+        taken = decoder.reserve(len(PROMPT))
+        decoder.free(taken)
+        decoder.fail["reserve_from"] = DeviceError("x")
+        reserve_from = decoder.reserve_from
+
+        def failing(kept: Kept, positions: int, num_tokens: int) -> Reservation:
+            decoder.reserve_from = reserve_from  # type: ignore[method-assign]
+            raise ReserveFailed("its copy failed", decoder.reserve(num_tokens))
+
+        decoder.reserve_from = failing  # type: ignore[method-assign]
+        decoder.fail.clear()
+        request = run(owner)
+        assert (request.outcome, request.cause) == ("failed", "device")
+        (attempt,) = owner.quarantined()
+        owner.reinstate(attempt)
+        assert run(owner).outcome == "finished"
+        assert owner.statistics()["decoder"]["free"] == 1
+
+
+def test_an_interrupt_between_keeping_and_noting_leaves_nothing_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder = Keeper()
+    with owner_of(decoder) as owner:
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner._keeping.index, "add", interrupted)
+            request = submit(owner)
+            with pytest.raises(KeyboardInterrupt):
+                owner.run_until_done(request)
+        assert decoder.kept == {}
+        assert owner.drain()
+        assert run(owner).outcome == "finished"
+
+
+def test_who_computed_is_told_as_it_was() -> None:
+    with owner_of(Keeper()) as owner:
+        request = run(owner)
+        assert request.reuse is not None
+        assert request.reuse.remainder == "owner"  # nobody else is here
+
+
+def test_cuts_of_its_own_keep_a_request_to_the_same_prompt() -> None:
+    with owner_of(Keeper()) as owner:
+        run(owner)
+        longer = [*PROMPT, 1, 2, 3]
+        assert positions(run(owner, longer, prefill_cuts=(21,))) == 0
+        assert positions(run(owner, longer, prefill_cuts=(21,))) == len(longer)
+        assert positions(run(owner, [*longer, 4])) == len(longer)
+
+
+def test_a_cut_that_the_chunk_makes_by_itself_is_the_same_as_none() -> None:
+    with owner_of(Keeper(keeps=4)) as owner:
+        run(owner, prefill_chunk=5, prefill_cuts=(5, 10))
+        assert positions(run(owner, prefill_chunk=5, prefix="identical")) == len(PROMPT)
+        again = run(owner, prefill_chunk=5, prefill_cuts=(10,), prefix="identical")
+        assert positions(again) == len(PROMPT)
+
+
+def test_a_digest_is_not_promised_of_cells_that_were_kept_without() -> None:
+    with owner_of(Keeper(keeps=4)) as owner:
+        run(owner)
+        assert positions(run(owner, digest=True)) == 0
+        assert positions(run(owner, poison=True)) == 0
+        assert positions(run(owner)) == len(PROMPT)
+
+
+def test_two_sources_are_the_same_only_in_the_same_surroundings() -> None:
+    made = [
+        SourceHandle("replay", {"layers": 3}),
+        SourceHandle("replay", {"layers": 4}),
+        SourceHandle("replay", {"layers": 3}, env={"X": "1"}),
+        SourceHandle("replay", {"layers": 3}, interpreter="/usr/bin/python3"),
+        SourceHandle("torch", {"layers": 3}),
+    ]
+    assert len({handle.maker for handle in made}) == len(made)
+    assert SourceHandle("replay", {"layers": 3}).maker == made[0].maker

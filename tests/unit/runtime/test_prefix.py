@@ -22,6 +22,7 @@ from headrace.runtime.prefix import (
 from tests.unit.protocol.builders import make_plan
 
 STORAGE = 1000
+ROWS = 60  # more than the rows and tokens of the few prompts of one test
 PLAN = make_plan(4, Full())
 
 
@@ -77,6 +78,8 @@ def find(
     cuts: tuple[int, ...] = (),
     shared: bool = True,
     can_reuse: Callable[[Kept, int], bool] = lambda kept, positions: True,
+    needs_logits: bool = False,
+    verified: frozenset[str] = frozenset(),
 ) -> list[Found]:
     return index.find(
         array("I", tokens),
@@ -85,6 +88,8 @@ def find(
         cuts=cuts,
         shared=shared,
         can_reuse=can_reuse,
+        needs_logits=needs_logits,
+        verified=verified,
     )
 
 
@@ -194,7 +199,7 @@ def test_how_much_two_prompts_share() -> None:
 
 
 def test_the_one_used_longest_ago_is_evicted_first() -> None:
-    index, decoder = PrefixIndex(2 * STORAGE + 20), Decoder()
+    index, decoder = PrefixIndex(2 * STORAGE + 20 + ROWS), Decoder()
     first, second, third = (add(index, decoder, [at], storage=at) for at in range(3))
     assert index.pin(first)
     index.unpin(first)  # the latest now
@@ -203,7 +208,7 @@ def test_the_one_used_longest_ago_is_evicted_first() -> None:
 
 
 def test_what_is_pinned_stays_and_no_more_is_pinned_than_fits() -> None:
-    index, decoder = PrefixIndex(2 * STORAGE + 20), Decoder()
+    index, decoder = PrefixIndex(2 * STORAGE + 20 + ROWS), Decoder()
     first, second, third = (add(index, decoder, [at], storage=at) for at in range(3))
     assert index.pin(first)
     assert index.pin(second)
@@ -216,8 +221,53 @@ def test_what_is_pinned_stays_and_no_more_is_pinned_than_fits() -> None:
         index.unpin(first)
 
 
+def test_rows_of_logits_and_tokens_count() -> None:
+    index, decoder = PrefixIndex(STORAGE + 10 + 5000), Decoder()
+    first, second = add(index, decoder, [1], storage=0), add(index, decoder, [1, 2], storage=0)
+    assert decoder.evict(index) == []
+    second.logits = bytes(6000)
+    assert decoder.evict(index) == [first.kept, second.kept]
+
+
+def test_what_a_request_failed_on_is_forgotten_pinned_or_not() -> None:
+    index, decoder = PrefixIndex(10_000), Decoder()
+    first, second = add(index, decoder, [1]), add(index, decoder, [2])
+    assert index.pin(first)
+    assert index.forget({first.kept.serial, 99}) == [first.kept]
+    assert [index.has(each) for each in (first, second)] == [False, True]
+    index.unpin(first)
+    index.check_integrity()
+
+
+def test_a_token_in_place_of_logits_is_offered_to_those_whom_it_does() -> None:
+    index, decoder = PrefixIndex(10_000), Decoder()
+    kept = add(index, decoder, [1, 2])
+    kept.logits, kept.token = b"", 7
+    assert find(index, [1, 2]) == [Found(kept, 2)]
+    assert find(index, [1, 2], needs_logits=True) == []
+    assert find(index, [1, 2, 3], needs_logits=True) == [Found(kept, 2)]  # the rest has logits
+
+
+def test_what_was_looked_at_less_than_asked_for_is_not_offered() -> None:
+    index, decoder = PrefixIndex(10_000), Decoder()
+    kept = add(index, decoder, [1, 2])
+    for tokens in ([1, 2], [1, 2, 3]):
+        assert find(index, tokens, verified=frozenset({"digest"})) == []
+        kept.verified = frozenset({"digest", "poison"})
+        assert find(index, tokens, verified=frozenset({"digest"})) == [Found(kept, 2)]
+        kept.verified = frozenset()
+
+
+def test_an_engine_that_does_not_cut_makes_no_boundary_but_the_end() -> None:
+    index, decoder = PrefixIndex(10_000), Decoder()
+    kept = add(index, decoder, list(range(8)), schedule(chunk=2))
+    kept.is_cut = False
+    assert find(index, [*range(7), 99], chunk=2) == []
+    assert find(index, [*range(8), 99], chunk=2) == [Found(kept, 8)]
+
+
 def test_two_on_one_memory_cost_it_once() -> None:
-    index, decoder = PrefixIndex(STORAGE + 20), Decoder()
+    index, decoder = PrefixIndex(STORAGE + 20 + ROWS), Decoder()
     first, second = add(index, decoder, [1], storage=0), add(index, decoder, [1, 2], storage=0)
     assert index.pin(first)
     assert index.pin(second)
@@ -226,7 +276,7 @@ def test_two_on_one_memory_cost_it_once() -> None:
 
 def test_what_is_pinned_only_is_left_beyond_the_bound() -> None:
     """The decoder counts more than it did when this was pinned: there is nothing to be done."""
-    index, decoder = PrefixIndex(STORAGE + 20), Decoder()
+    index, decoder = PrefixIndex(STORAGE + 20 + ROWS), Decoder()
     prompt = add(index, decoder, [1])
     assert index.pin(prompt)
     assert list(index.evict(lambda: 10 * STORAGE)) == []
@@ -270,7 +320,7 @@ def test_books_that_do_not_add_up_are_told(wrong: str) -> None:
 def test_ten_thousand_random_operations_leave_the_index_whole() -> None:
     """Prompts that grow from one another, pinned, evicted, lost: against a list kept by hand."""
     rng = random.Random(5)
-    index, decoder = PrefixIndex(6 * STORAGE + 300), Decoder()
+    index, decoder = PrefixIndex(6 * STORAGE + 2000), Decoder()
     known: list[KeptPrompt] = []  # the least used first
     pinned: list[KeptPrompt] = []
     made = {"pin": 0, "refused": 0, "evict": 0, "lose": 0, "hit": 0, "miss": 0}

@@ -10,7 +10,18 @@ from headrace.backends.base import Kept
 from headrace.geometry import Full
 from headrace.messages import MAX_CHOICE_TEXT
 from headrace.runtime.prefix import Found, KeptPrompt, Schedule
-from headrace.runtime.reuse import NOTHING, Sides, Speeds, Way, as_told, choose, ways
+from headrace.runtime.reuse import (
+    MOST_OWNER_BESIDE_NS,
+    MOST_OWNER_NS,
+    MOST_RECOMPUTED_CUTS,
+    NOTHING,
+    Sides,
+    Speeds,
+    Way,
+    as_told,
+    choose,
+    ways,
+)
 from tests.unit.protocol.builders import make_plan
 
 N = 1000
@@ -110,6 +121,41 @@ def test_an_owner_that_was_not_measured_is_tried_where_it_cannot_cost_much() -> 
         way, reason = choose(offers, owner_is_measured=False)
         assert (way.remainder == "owner", "to be measured" in reason) == (tried, tried)
         assert choose(offers)[0].remainder == "source"
+
+
+def test_an_owner_does_not_compute_for_longer_than_others_can_wait() -> None:
+    for beside, most_ns in ((False, MOST_OWNER_NS), (True, MOST_OWNER_BESIDE_NS)):
+        speeds = SPEEDS._replace(source_ns=1e11, most_owner_ns=most_ns)
+        for position_ns, taken_by in ((most_ns / 101, "owner"), (most_ns / 99, "source")):
+            offers = ways(
+                [found(900)],
+                Sides("recompute", True),
+                speeds._replace(position_ns=position_ns),
+                N,
+                ROW,
+            )
+            assert choose(offers)[0].remainder == taken_by, beside
+
+
+def test_a_source_that_runs_from_0_goes_on_from_few_cuts_only() -> None:
+    """A conversation adds one with each turn, and each costs a forward."""
+    often, seldom = found(900), found(800)
+    cuts = tuple(range(1, MOST_RECOMPUTED_CUTS + 1))
+    often.prompt.schedule = often.prompt.schedule._replace(cuts=cuts)
+    for offered, positions in (([often, seldom], 800), ([often], 0)):
+        way, _ = choose(ways(offered, Sides("recompute", False), SPEEDS, N, ROW))
+        assert (0 if way.found is None else way.found.positions) == positions
+    way, _ = choose(ways([often, seldom], Sides("own_cache", False), SPEEDS, N, ROW))
+    assert way.found is often
+
+
+def test_a_source_that_was_slower_at_remainders_than_expected_is_expected_to_be_so_again() -> None:
+    fast, _ = taken(900, Sides("recompute", False))
+    assert fast.found is not None
+    slow, reason = taken(900, Sides("recompute", False), SPEEDS._replace(recompute_off=3.0))
+    assert slow.found is None, reason
+    slow, reason = taken(900, Sides("own_cache", False), SPEEDS._replace(own_cache_off=30.0))
+    assert slow.found is None, reason
 
 
 def test_what_is_told_fits_its_message() -> None:

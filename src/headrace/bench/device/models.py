@@ -95,6 +95,15 @@ def make_model(name: str, directory: Path, *, full_size: bool, torch_device: str
     Raises:
         Refused: this transformers does not know the model.
     """
+    model = random_model(name, full_size=full_size, torch_device=torch_device)
+    unfinished = directory.with_name(f"{directory.name}.new")
+    model.save_pretrained(unfinished)
+    os.replace(unfinished, directory)
+    return int(sum(weights.numel() for weights in model.parameters()))
+
+
+def random_model(name: str, *, full_size: bool, torch_device: str) -> Any:
+    """The transformers model that `make_model` writes. Raises: Refused."""
     import torch
     import transformers
 
@@ -106,11 +115,7 @@ def make_model(name: str, directory: Path, *, full_size: bool, torch_device: str
         raise Refused(f"transformers {transformers.__version__} has no {name}: {exc}") from exc
     torch.manual_seed(SEED)
     with torch.device(torch_device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    unfinished = directory.with_name(f"{directory.name}.new")
-    model.save_pretrained(unfinished)
-    os.replace(unfinished, directory)
-    return int(sum(weights.numel() for weights in model.parameters()))
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 def _shape(wanted: FullSize, *, full_size: bool) -> dict[str, Any]:

@@ -48,7 +48,6 @@ QUICK_CASES: Final = (
     "exactness-with-digests",
     "prefill-chunks",
     "two-at-once",
-    "malformed-progress",
     "strays-are-dropped",
     "late-words",
     "cancel-while-streaming",

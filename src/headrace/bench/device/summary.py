@@ -72,7 +72,11 @@ def as_text(
             if verdict.must is must:
                 lines += _lines(verdict)
     total = sum(done.seconds for done in results)
-    word = "nothing that must be true was found false" if holds else "NOT ALL THAT MUST BE TRUE IS"
+    word = (
+        "nothing that must be true was found false"
+        if holds
+        else "NOT ALL THAT MUST BE TRUE WAS SHOWN"
+    )
     return "\n".join([*lines, "", f"{word}, in {total:.0f} s", ""])
 
 

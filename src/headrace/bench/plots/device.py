@@ -61,7 +61,7 @@ def _hand_offs(axes: Axes, rows: Rows) -> None:
 
 
 def _token(axes: Axes, rows: Rows) -> None:
-    named = [{**row, "name": f"{row['arm']} {row['route'] or ''}".strip()} for row in rows]
+    named = [{**row, "name": f"{_ARMS[row['arm']]} {row['route'] or ''}".strip()} for row in rows]
     names = list(dict.fromkeys(row["name"] for row in named))
     for at, name in enumerate(names):
         gaps = [ns / 1e6 for row in named if row["name"] == name for ns in row["gaps_ns"]]
@@ -84,6 +84,8 @@ def _ttft(axes: Axes, rows: Rows) -> None:
     axes.set(title=f"time to the first token, {rows[0]['model']}", xlabel="tokens", ylabel="ms")
 
 
+# A row calls an arm whose imports are copied `real`, whatever the device is.
+_ARMS: Final = {"real": "copied", "discarded": "discarded", "none": "no imports"}
 _PANELS: Final[dict[str, Callable[[Axes, Rows], None]]] = {
     "link": _link,
     "sweep": _sweep,

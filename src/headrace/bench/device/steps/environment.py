@@ -47,8 +47,8 @@ def _device(place: Place) -> dict[str, Any]:
 
     properties = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info(0)
-    answers = smi(f"--query-gpu={','.join(_SMI_FIELDS)}", "--id=0")
-    told = dict(zip(_SMI_FIELDS, answers[0], strict=False)) if answers else "nvidia-smi is missing"
+    answers = smi(f"--query-gpu={','.join(_SMI_FIELDS)}", f"--id=GPU-{properties.uuid}")
+    told = dict(zip(_SMI_FIELDS, answers[0], strict=False)) if answers else "it tells nothing"
     return {
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",

@@ -19,12 +19,13 @@ from headrace.messages import AskedRoute
 from headrace.runtime.requests import RequestOptions
 from headrace.telemetry.chrome import encode
 from headrace.telemetry.clocks import align
-from headrace.telemetry.recording import Recording, Run, prompt_digest
+from headrace.telemetry.recording import Recording, Run, Stamp, prompt_digest
 from headrace.telemetry.report import Report, report_of
 
 ROUTES: Final[tuple[AskedRoute, ...]] = ("whole", "streamed")
 FILE: Final = "trace.json"
 TOKENS: Final = 2
+_STAMPED: Final = ("headrace", "commit", "dirty", "time", "cpu", "kernel", "python")
 
 
 def run(place: Place, step: str, say: Callable[[str], None]) -> None:
@@ -37,7 +38,9 @@ def run(place: Place, step: str, say: Callable[[str], None]) -> None:
         for route in ROUTES:  # what is done once in a process is done
             _traced(stand, route, prompt)
         runs = tuple(_traced(stand, route, prompt) for route in ROUTES)
-    where = {**stamp(), "device": place.kind, "model": MEASURED}
+    found = stamp()
+    where: Stamp = {name: str(found[name]) for name in _STAMPED}
+    where |= {"device": place.kind, "model": MEASURED}
     (place.folder / FILE).write_bytes(encode(Recording(runs=runs, stamp=where)))
     file = place.rows(step)
     aligned = [align(each) for each in runs]
