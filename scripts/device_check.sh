@@ -29,8 +29,8 @@ here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$here/src${PYTHONPATH:+:$PYTHONPATH}"
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0
 
-if ! "$python" -c 'import msgspec, numpy, torch, transformers' 2>/dev/null; then
-  echo "$python cannot import msgspec, numpy, torch and transformers; name another by --python" >&2
+if ! "$python" -c 'import cyclopts, msgspec, numpy, rich, torch, transformers' 2>/dev/null; then
+  echo "$python cannot import all that headrace[cpu] needs; install that, or name another by --python" >&2
   exit 2
 fi
 exec "$python" -m headrace.bench.device "${arguments[@]}"

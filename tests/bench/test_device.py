@@ -18,13 +18,14 @@ import pytest
 
 from headrace.bench.device import __main__ as entry
 from headrace.bench.device import occupied
-from headrace.bench.device.goals import Verdict, judge
+from headrace.bench.device.goals import judge
 from headrace.bench.device.models import MODELS, random_model
 from headrace.bench.device.place import Place
 from headrace.bench.device.plan import FAKE, GRACE_S, REAL, STEPS, TOTAL_S, Step, step_of
 from headrace.bench.device.runner import Done, check_folder, command_for, run_step, run_steps
 from headrace.bench.device.steps import checks, exactness, plots
 from headrace.bench.device.summary import as_text, holds_of, read_summary
+from headrace.bench.device.verdict import Verdict
 from headrace.bench.rows import read_rows
 from headrace.errors import Refused
 from headrace.messages import Interval
@@ -506,6 +507,11 @@ def token_rows(real_ns: int, discarded_ns: int) -> Rows:
     ]
 
 
+def sweep_row(mib: int, depth: int, rate: float) -> dict[str, Any]:
+    row = {"measure": "sweep", "slab": "pinned", "chunk_mib": mib, "in_flight": depth}
+    return {**row, "nbytes_per_s": rate}
+
+
 def trace_row(**more: Any) -> dict[str, Any]:
     row = {"measure": "trace", "route": "streamed", "source_clock": "device"}
     return {**row, "owner_clock": "device", "kernel_overlap_ns": None, "error_ns": 5000, **more}
@@ -566,6 +572,10 @@ TABLE: list[tuple[str, dict[str, Rows], Any, str]] = [
     ("token time", {"neighbours": token_rows(1021, 1000)}, ALL, "missed"),
     ("token time", {}, but("neighbours", "left out"), "not run"),
     ("kernel overlap", {"trace": [trace_row()]}, ALL, "stated"),
+    ("chunks", {"link": [sweep_row(4, 1, 9e9), sweep_row(64, 4, 10e9)]}, ALL, "stated"),
+    ("chunks", {}, but("link", "failed"), "not run"),
+    ("import rate by size, pinned", {"curve": [WHOLE], "link": [link_row(9)]}, ALL, "stated"),
+    ("tails at 0.256 GB, pinned", {"curve": [WHOLE]}, ALL, "stated"),
     ("kernel overlap", {"trace": [trace_row(kernel_overlap_ns=7_000_000)]}, ALL, "stated"),
     ("kernel overlap", {}, but("trace", "failed"), "not run"),
 ]
@@ -577,6 +587,21 @@ def test_each_goal_is_judged(name: str, rows: dict[str, Rows], results: Any, wor
     assert verdict.word == word
     if word in ("missed", "not run") and (verdict.must or word == "not run"):
         assert verdict.why
+
+
+def test_what_is_stated_has_its_figures() -> None:
+    swept = [sweep_row(1, 8, 8.9e9), sweep_row(4, 1, 9e9), sweep_row(64, 4, 10e9)]
+    found = judged("chunks", "real", {"link": swept}).found
+    assert found == "pinned: 10.00 GB/s at best, 4 MiB x 1 come near it"
+    curve = [
+        WHOLE,
+        hand_off("streamed-4", 2_000_000),
+        hand_off("whole", 9_000_000, slab="pageable"),
+    ]
+    rows = {"curve": curve, "link": [link_row(8_000_000)]}
+    assert judged("import rate by size, pinned", "real", rows).found == "0.256 GB 0.800"
+    assert judged("import rate by size, pageable", "real", rows).found == "0.256 GB 0.800"
+    assert judged("tails at 0.256 GB, pinned", "real", rows).found == "whole 11, streamed-4 2"
 
 
 def test_kernel_overlap_is_claimed_only_where_the_rule_found_it() -> None:

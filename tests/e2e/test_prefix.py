@@ -19,6 +19,7 @@ from headrace.backends.load import prefill_engine_of
 from headrace.messages import Remainder
 from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.requests import Request, RequestOptions
+from headrace.runtime.reuse import Speeds
 from headrace.runtime.worker import SourceHandle
 from tests.e2e.families import CONTEXT, directory_of, make_prompt
 
@@ -44,7 +45,13 @@ def new_owner(family: str, lanes: int, *, local: bool, own_cache_nbytes: int) ->
     handle = SourceHandle("torch", {**options, "own_cache_nbytes": own_cache_nbytes})
     handle.start()
     owner.attach(handle)
+    as_if(owner, Speeds(None, None, None, None))  # what is gone on from does not depend on times
     return owner
+
+
+def as_if(owner: DecoderOwner, speeds: Speeds) -> None:
+    """Have an owner choose by these figures."""
+    owner._keeping._speeds = lambda *_, **__: speeds  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -152,17 +159,10 @@ def test_the_owner_computes_a_short_remainder_with_the_same_bits(
     longer = fresh(LONGER)
     cold = run(owner, longer, prefix="off", prefill_cuts=(PROMPT,))
     run(owner, longer[:PROMPT])
-    keeping = owner._keeping
-    keeping._speeds = lambda *_: _fast_owner()  # type: ignore[method-assign]
+    as_if(owner, Speeds(1e9, 1.0, 1.0, 0.1))  # an owner that is fast
     by_owner = run(owner, longer)
     assert taken(by_owner) == (PROMPT, "owner")
     assert facts(by_owner) == facts(cold)
-
-
-def _fast_owner() -> Any:
-    from headrace.runtime.reuse import Speeds
-
-    return Speeds(source_ns=1e9, position_ns=1.0, carry_ns_per_byte=1.0, copy_ns_per_byte=0.1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -28,7 +28,7 @@ def extra_storages(layers: Sequence[Layer], context: int, keep_nbytes: int) -> i
             "give at least that, or 0 to keep none",
             field="keep_nbytes",
         )
-    return keep_nbytes // least  # so that there is room for tails, too
+    return keep_nbytes // lane_nbytes(layers, context)
 
 
 class KeepsInLanes:

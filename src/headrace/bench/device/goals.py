@@ -7,34 +7,18 @@ are not: the fake device has none.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Final
 
 from headrace.bench.curve_table import cells
 from headrace.bench.device.plan import SIZES, Kind
 from headrace.bench.device.runner import Done
+from headrace.bench.device.stated import PINNED, hand_offs, overlap, rates, sweep, tails, ttft
+from headrace.bench.device.verdict import Rows, Verdict, Word, why_not
 from headrace.bench.load_table import figures as load_figures
 from headrace.bench.rows import spread
 
-Rows: TypeAlias = list[dict[str, Any]]
-Word: TypeAlias = Literal["met", "missed", "not run", "stated"]
-
 LINK_SHARE: Final = 0.9
-PINNED: Final = "pinned"
 JUDGED_ROUTE: Final = "streamed-4"
-
-
-class Verdict(NamedTuple):
-    """One goal and what was found; `must`: whether it has to hold, whatever the speed.
-
-    word: `stated` where there is no goal. why: for a goal that was not met.
-    """
-
-    name: str
-    goal: str
-    word: Word
-    found: str
-    must: bool = False
-    why: str = ""
 
 
 def judge(kind: Kind, results: Sequence[Done], rows: Mapping[str, Rows]) -> list[Verdict]:
@@ -54,8 +38,11 @@ def judge(kind: Kind, results: Sequence[Done], rows: Mapping[str, Rows]) -> list
         _import_rate(*of("curve"), link, SIZES[kind].judged_gb),
         _tails(*of("curve")),
         *_token_time(*of("neighbours")),
-        _overlap(*of("trace")),
-        *_ttft(*of("ttft")),
+        sweep(*of("link")),
+        *rates(rows.get("curve", []), link),
+        *tails(rows.get("curve", [])),
+        overlap(*of("trace")),
+        *ttft(*of("ttft")),
     ]
     return verdicts if kind == "real" else [_of_fake(each) for each in verdicts]
 
@@ -80,7 +67,7 @@ def _rules(name: str, done: Done, rows: Rows) -> Verdict:
     left = [case for case in asked if case not in held]
     if rows and not left:
         return Verdict(name, goal, "met", found, must=True)
-    return Verdict(name, goal, "not run", found, True, _why(done, f"not run: {', '.join(left)}"))
+    return Verdict(name, goal, "not run", found, True, why_not(done, f"not run: {', '.join(left)}"))
 
 
 def _exact(done: Done, rows: Rows) -> Verdict:
@@ -98,7 +85,7 @@ def _exact(done: Done, rows: Rows) -> Verdict:
         return Verdict(name, goal, "missed", found, True, f"different: {where}")
     why = "; ".join(skipped)
     if not measured or done.state != "done":
-        return Verdict(name, goal, "not run", found, True, _why(done, why))
+        return Verdict(name, goal, "not run", found, True, why_not(done, why))
     return Verdict(name, goal, "met", found, True, f"left out: {why}" if why else "")
 
 
@@ -107,7 +94,7 @@ def _import_rate(done: Done, rows: Rows, link: Rows, size_gb: float) -> Verdict:
     goal = f">= {LINK_SHARE:g}"
     mine = [
         row["kv_nbytes"] / row["import_ns"]
-        for row in _hand_offs(rows)
+        for row in hand_offs(rows)
         if (row["size_gb"], row["route"], row["slab"]) == (size_gb, "whole", PINNED)
     ]
     own = [
@@ -116,8 +103,8 @@ def _import_rate(done: Done, rows: Rows, link: Rows, size_gb: float) -> Verdict:
         if (row["size_gb"], row["slab"]) == (size_gb, PINNED)
     ]
     if not mine or not own:
-        return Verdict(name, goal, "not run", "", why=_why(done, "no rows of both"))
-    if not all(row["registered"] for row in [*_pinned(_hand_offs(rows)), *_pinned(link)]):
+        return Verdict(name, goal, "not run", "", why=why_not(done, "no rows of both"))
+    if not all(row["registered"] for row in [*_pinned(hand_offs(rows)), *_pinned(link)]):
         return Verdict(name, goal, "not run", "", why="memory could not be pinned; see the logs")
     rate, best = spread(mine), spread(own)
     share = rate.median / best.median
@@ -138,7 +125,7 @@ def _tails(done: Done, rows: Rows) -> Verdict:
         if figure.name.startswith("tail") and JUDGED_ROUTE in figure.name
     ]
     if not figures:
-        return Verdict(name, goal, "not run", "", why=_why(done, "no size hides anything"))
+        return Verdict(name, goal, "not run", "", why=why_not(done, "no size hides anything"))
     found = "; ".join(f"{each.name}: {each.result} ({each.goal})" for each in figures)
     missed = [each.name for each in figures if each.met is False]
     if missed:
@@ -151,61 +138,12 @@ def _token_time(done: Done, rows: Rows) -> Iterator[Verdict]:
     judged = [each for each in figures if each.met is not None]
     if not judged:
         name = "token time of neighbours, imports copied to imports discarded"
-        yield Verdict(name, "<= 1.02", "not run", "", why=_why(done, "no rows"))
+        yield Verdict(name, "<= 1.02", "not run", "", why=why_not(done, "no rows"))
     for each in judged:
         # An arm whose imports are copied is called `real`, which is also what a device may be.
         name = each.name.replace("real to discarded", "imports copied to imports discarded")
         yield Verdict(name, each.goal, "met" if each.met else "missed", each.result)
 
 
-def _overlap(done: Done, rows: Rows) -> Verdict:
-    """No goal: what the devices' own clocks show, or that they show nothing."""
-    name, goal = "kernel overlap of a streamed hand-off", "stated"
-    mine = [row for row in rows if row["route"] == "streamed"]
-    if not mine:
-        return Verdict(name, goal, "not run", "", why=_why(done, "no rows"))
-    row = mine[0]
-    clocks = f"source by {row['source_clock']} clock, owner by {row['owner_clock']} clock"
-    if row["kernel_overlap_ns"] is None:
-        found = f"none can be claimed: {clocks}"
-    else:
-        ms, error_us = row["kernel_overlap_ns"] / 1e6, row["error_ns"] / 1e3
-        found = f"{ms:.3f} ms, each stretch beyond its error of {error_us:g} us: {clocks}"
-    return Verdict(name, goal, "stated", found)
-
-
-def _ttft(done: Done, rows: Rows) -> Iterator[Verdict]:
-    """No goal: a few layers are not a model."""
-    lengths = sorted({row["prompt_tokens"] for row in rows})
-    if not lengths:
-        yield Verdict("TTFT, streamed to whole", "stated", "not run", "", why=_why(done, "no rows"))
-    for num_tokens in lengths:
-        name = f"TTFT at {num_tokens} tokens, streamed to whole"
-        mine = [row for row in rows if row["prompt_tokens"] == num_tokens]
-        times = {
-            route: [row["ttft_ns"] / 1e6 for row in mine if row.get("route") == route]
-            for route in ("whole", "streamed")
-        }
-        if not all(times.values()):
-            why = "; ".join(row["skipped"] for row in mine if "skipped" in row)
-            yield Verdict(name, "stated", "not run", "", why=why or _why(done, "no rows of both"))
-            continue
-        whole, streamed = spread(times["whole"]), spread(times["streamed"])
-        ratio = streamed.median / whole.median
-        yield Verdict(name, "stated", "stated", f"{ratio:.4f}: {streamed} ms of {whole} ms")
-
-
-def _hand_offs(rows: Rows) -> Rows:
-    return [row for row in rows if row["measure"] == "hand-off"]
-
-
 def _pinned(rows: Rows) -> Rows:
     return [row for row in rows if row["slab"] == PINNED]
-
-
-def _why(done: Done, otherwise: str) -> str:
-    """Why there is nothing to judge: how the step ended, or what its rows lack."""
-    if done.state == "done":
-        return otherwise
-    how = "failed" if done.state == "failed" else f"was {done.state}"
-    return f"the step {done.step} {how}: {done.note}"

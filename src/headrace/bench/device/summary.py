@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from headrace.bench.device.goals import Verdict, judge
+from headrace.bench.device.goals import judge
 from headrace.bench.device.plan import Kind, step_of
 from headrace.bench.device.runner import Done
+from headrace.bench.device.verdict import Verdict
 from headrace.bench.rows import read_rows, stamp
 
 HEADS: Final[dict[Kind, str]] = {
