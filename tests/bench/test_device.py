@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from headrace.bench.device import __main__ as entry
-from headrace.bench.device import occupied
 from headrace.bench.device.goals import judge
 from headrace.bench.device.models import MODELS, random_model
 from headrace.bench.device.place import Place
@@ -396,24 +395,6 @@ def test_a_step_is_started_as_what_it_is(tmp_path: Path) -> None:
 
 
 # An occupied device.
-
-HERE = "GPU-1"
-
-
-@pytest.mark.parametrize(
-    ("processes", "memory", "told"),
-    [
-        ([], [], []),
-        ([], [[HERE, "600"]], []),
-        ([[HERE, str(os.getpid()), "me", "500"]], [[HERE, "600"]], []),
-        ([["GPU-2", "7", "x", "9000"]], [["GPU-2", "9000"], [HERE, "3"]], []),
-        ([[HERE, "7", "x", "9000"]], [[HERE, "9000"]], ["process 7 (x) uses 9000 MiB of it"]),
-        ([], [[HERE, "9000"]], ["9000 MiB of it are in use, by whom nvidia-smi does not tell"]),
-        ([["not supported"]], [[HERE, "[N/A]"]], []),
-    ],
-)
-def test_who_uses_a_device(processes: Any, memory: Any, told: list[str]) -> None:
-    assert occupied.of_smi(processes, memory, HERE) == told
 
 
 def test_an_occupied_device_is_refused_unless_it_is_to_be_shared(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from headrace.bench.device.occupied import smi
+from headrace.engine.gpu_users import smi
 from headrace.bench.device.place import Place
 from headrace.engine.capacity import available_nbytes
 
