@@ -113,7 +113,10 @@ class CudaEngine:
         if self._model is None:
             raise Closed("the cuda engine was closed")
         check_asked(tokens, sink, start)
-        carrier = DeviceCarrier(self._device, self._side, sink, self._logits)
+        try:
+            carrier = DeviceCarrier(self._device, self._side, sink, self._logits)
+        except DeviceError as broken:  # it failed since the last prefill, and stays so
+            raise Unquiet(f"the device failed before this prefill: {broken}") from broken
         try:
             with self._device.on_compute():
                 self._compute(self._model, tokens, sink, start, carrier)

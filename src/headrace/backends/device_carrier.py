@@ -93,6 +93,7 @@ class DeviceCarrier:
         self._queue: deque[_Queued] = deque()
         self._held_nbytes = 0
         self._row: torch.Tensor | None = None
+        self._row_computed: Event | None = None
         self._row_copied: Event | None = None
         self._made: Event | None = None  # what is carried next was made before this one
         self._ready_ns = self._checked_ns = 0
@@ -145,17 +146,23 @@ class DeviceCarrier:
     def take_logits(self, row: torch.Tensor) -> None:
         """Queue the copy of the last position's logits, float32 and contiguous."""
         device, side = self._device, self._side
-        device.wait(side, device.record(device.compute))
+        self._row_computed = device.record(device.compute)
+        device.wait(side, self._row_computed)
         rows = Rows(self._memory.range.address, row.nbytes), Rows(row.data_ptr(), row.nbytes)
         device.copy(side, *rows, row.nbytes, 1)
         self._row, self._row_copied = row, device.record(side)
 
     def logits(self) -> tuple[memoryview, int]:
-        """The row of logits on the host, and when it was seen to be there (CLOCK_MONOTONIC, ns)."""
+        """The row of logits on the host, and when the device had computed it (CLOCK_MONOTONIC, ns).
+
+        Their copy queues behind those of the last states: its end would be no end of the prefill.
+        """
         if self._row_copied is None:
             raise LocalProtocolError("the logits were never taken")
         self._wait_for(self._row_copied)
-        self._poll()
+        self._row = None
+        while not self._ready_ns:  # the copy came after it, and yet both are asked
+            self._poll()
         return self._memory.view, self._ready_ns
 
     def drain(self) -> None:
@@ -181,9 +188,9 @@ class DeviceCarrier:
         self._sink.check()
 
     def _poll(self) -> None:
-        if not self._ready_ns and self._row_copied is not None and self._row_copied.done():
-            self._ready_ns = time.monotonic_ns()
-            self._row = None
+        if not self._ready_ns and (computed := self._row_computed) and computed.done():
+            seen_ns = time.monotonic_ns()  # a device's clock is off by a little, and may be ahead
+            self._ready_ns = min(seen_ns, self._device.times(computed, computed).ended_ns)
         while self._queue and self._queue[0].copied.done():
             queued = self._queue.popleft()
             self._held_nbytes -= queued.nbytes

@@ -317,13 +317,15 @@ def _probe(
 ) -> bool:
     """Whether all rows round alike.
 
-    The first and the last row are computed alone and among equals, which meet wherever a model
-    treats rows by what they hold.
+    The first and the last row are computed alone and among others: among equals, which meet
+    wherever a model treats rows by what they hold, and among others of other lengths and tokens,
+    which show where a model takes one row's length for all.
 
     Raises:
         Refused: a row's logits are not the same in company.
     """
-    lanes = [Lane(layers, _PROBE_CONTEXT, allocate) for _ in range(forward.batch)]
+    context = forward.batch + _PROBE_CONTEXT
+    lanes = [Lane(layers, context, allocate) for _ in range(forward.batch)]
 
     def computed(*occupied: int) -> torch.Tensor:
         for row in occupied:
@@ -333,13 +335,29 @@ def _probe(
             [(lanes[row], _PROBE_TOKEN) if row in occupied else None for row in range(len(lanes))]
         )
 
+    def uneven(*occupied: int) -> torch.Tensor:
+        """After `row` + 1 tokens of its own in each row, its next one."""
+        for row, lane in enumerate(lanes):
+            lane.rewind(row + 1)
+        tokens = [(lanes[row], row + 1) if row in occupied else None for row in range(len(lanes))]
+        return forward(tokens)
+
+    ends = (0, forward.batch - 1)
     try:
         among = computed(*range(forward.batch))
-        alone = {row: computed(row)[row] for row in (0, forward.batch - 1)}
+        alone = {row: computed(row)[row] for row in ends}
+        for lane in lanes:
+            lane.begin(0)
+            lane.publish()
+        for length in range(forward.batch):
+            forward([(each, at) if at >= length else None for at, each in enumerate(lanes)])
+        mixed = uneven(*range(forward.batch))
+        apart = {row: uneven(row)[row] for row in ends}
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as exc:
         raise _refused(f"this model does not decode in batches ({exc})") from exc
-    for row, logits in alone.items():
-        if not torch.equal(logits, among[row]):
+    for row in ends:
+        equal = torch.equal(alone[row], among[row]) and torch.equal(apart[row], mixed[row])
+        if not equal:
             raise _refused(
                 f"row {row} of this model's batch of {forward.batch} depends on the other rows"
             )

@@ -112,6 +112,13 @@ class TakenCache(DynamicCache):  # type: ignore[misc]
         self._taker = taker
         self._keep = keep
         self.last = False
+        for kept in self.layers:
+            # The layer would move it there when it is first used, and a scalar of pageable memory
+            # holds the host up until the device has come to it.
+            if hasattr(kept, "_sliding_window_tensor"):
+                kept._sliding_window_tensor = torch.full(
+                    (), kept.sliding_window, dtype=torch.long, device=model.device
+                )
         if seed is not None:
             self._start_from(seed)
 

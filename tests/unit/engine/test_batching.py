@@ -28,6 +28,7 @@ from headrace.engine.loading import LoadedModel, load_model
 from headrace.errors import DeviceError, LocalProtocolError, Refused
 from headrace.geometry import Layer
 from headrace.plan import live_window
+from tests.e2e import families
 from tests.e2e.families import (
     CONTEXT,
     FAMILIES,
@@ -505,3 +506,26 @@ def test_a_model_that_asks_its_cache_for_more_is_refused(head: tuple[LoadedModel
     strange = replace(model, cache_argument="unheard_of")
     with pytest.raises(Refused, match="does not decode in batches"):
         Batching(strange, layers_of(model), BATCH)
+
+
+def test_a_model_that_takes_one_rows_length_for_all_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its temperature follows the position that the cache tells, of which a batch has several."""
+    tuned = {
+        "layer_types": ["full_attention"] * 4,
+        "no_rope_layers": [1, 0, 1, 0],
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+        "attn_temperature_tuning": True,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 64,
+        "use_qk_norm": False,
+        "moe_layers": [],
+        "attention_chunk_size": None,
+    }
+    monkeypatch.setitem(families.FAMILIES, "tuned", ("Llama4TextConfig", tuned))
+    model = model_of("tuned")
+    with pytest.raises(Refused, match="depends on the other rows"):
+        Batching(model, layers_of(model), 4)
