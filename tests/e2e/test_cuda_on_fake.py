@@ -45,7 +45,7 @@ def answers(owner: DecoderOwner, route: Route, *, digest: bool = True) -> list[l
 
 def on_fake(directory: Path, **how: Any) -> tuple[CudaDecoder, FakeDevice]:
     device = FakeDevice(**how)
-    copies = CopyTuning(4096, 16384, 8192)
+    copies = CopyTuning(4096, 4096, 16384, 8192)
     return CudaDecoder(load_model(directory), 2, CONTEXT, device, copies=copies), device
 
 

@@ -118,12 +118,14 @@ class PrefillEngine(Protocol):
 class CopyTuning:
     """What a device that copies by itself is fed with, in bytes.
 
-    chunk_nbytes: of one import, from where on its link is as fast as it gets. in_flight_nbytes:
-    begun and not fenced, that keep the link busy. shared_in_flight_nbytes: the same while entries
-    decode, so that an import gives way.
+    chunk_nbytes: of one import, from where on its link is as fast as it gets and the owner's own
+    cost of a piece is small beside it. shared_chunk_nbytes: the same while entries decode, where a
+    piece delays a token. in_flight_nbytes: begun and not fenced, that keep the link busy.
+    shared_in_flight_nbytes: the same while entries decode, so that an import gives way.
     """
 
     chunk_nbytes: int
+    shared_chunk_nbytes: int
     in_flight_nbytes: int
     shared_in_flight_nbytes: int
 

@@ -1,7 +1,10 @@
 """The CUDA decoder: lanes in device memory, imports on a stream of their own.
 
-All of it is written against `headrace.engine.device`. The host queues and polls; it waits for the
-device where it needs bytes of it (logits, `read`) and when it closes, and nowhere else.
+All of it is written against `headrace.engine.device`. The host queues and polls. For what the device
+has queued it waits where it needs bytes of it (logits, `read`), where a slab is not pinned (a copy
+of pageable memory holds the host up while it is staged), and when it opens and closes. Shorter than
+that, it waits for its own small work: each step's tokens are uploaded from pageable memory, and
+every few seconds an event on an empty stream tells the device's clock.
 
 By default sequences are decoded one after another, one per forward: the exact mode. With
 `decode_batch` several are decoded in one forward, as `headrace.engine.batching` says.
@@ -140,7 +143,7 @@ class CudaDecoder(KeepsInLanes):
         layers = self._manifest.layers
         self.keeps_nbytes = keep_nbytes
         extra = extra_storages(layers, context, keep_nbytes)
-        self._copies = LaneCopies(device, layers, copies.chunk_nbytes)
+        self._copies = LaneCopies(device, layers, copies.shared_chunk_nbytes)
         self._lanes = LaneTable(
             layers, context, lanes, device.empty, extra=extra, copier=self._copies.move
         )

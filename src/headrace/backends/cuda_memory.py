@@ -49,7 +49,7 @@ class CudaMemory:
         self.caps = Caps(max_lanes=lanes, device_events=True, decodes=False, copies=copies)
         self._manifest = manifest
         self._device = device
-        self._copies = LaneCopies(device, manifest.layers, copies.chunk_nbytes)
+        self._copies = LaneCopies(device, manifest.layers, copies.shared_chunk_nbytes)
         self._lanes = LaneTable(
             manifest.layers, context, lanes, device.empty, copier=self._copies.move
         )

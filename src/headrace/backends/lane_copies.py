@@ -35,18 +35,27 @@ RING_PLACES: Final = 4
 class CopyFence:
     """The proof that the copies of one import have landed; implements `TimedFence`."""
 
-    def __init__(self, device: Device, begun: Event, ended: Event, kept: object) -> None:
-        """`kept`: what must live until then."""
+    def __init__(
+        self, device: Device, begun: Event, ended: Event, kept: object, flying: set[CopyFence]
+    ) -> None:
+        """`kept`: what must live until then. `flying`: those that it is one of until then."""
         self._device = device
         self._begun = begun
         self._ended = ended
         self._kept: object = kept
+        self._flying = flying
+        self._done = False
+        flying.add(self)
 
     def done(self) -> bool:
-        """Whether they have; raises DeviceError if the device failed."""
+        """Whether they have; raises DeviceError if the device failed before that was known."""
+        if self._done:
+            return True
         if not self._ended.done():
             return False
+        self._done = True
         self._kept = None
+        self._flying.discard(self)
         return True
 
     def times(self) -> DeviceTimes:
@@ -80,9 +89,9 @@ class LaneCopies:
         self._ring = [_Place(device.empty(self._place_nbytes)) for _ in range(RING_PLACES)]
         self._next_place = 0
         self._given_back: Event | None = None
-        self._flights: dict[int, list[CopyFence]] = {}  # by lane
+        self._flights: dict[int, set[CopyFence]] = {}  # by lane, not known to be done
         self._last: dict[int, dict[str, Event]] = {}  # by lane and stream
-        self._moving: list[CopyFence] = []
+        self._moving: set[CopyFence] = set()
 
     def begin(
         self, lane: int, targets: Sequence[torch.Tensor], slot: SlotView, copies: Sequence[Copy]
@@ -105,10 +114,9 @@ class LaneCopies:
                 self._lay_out(target, slot.address + copy.source.offset, copy)
             stream = self._layout
         ended = self._device.record(stream)
-        fence = CopyFence(self._device, begun, ended, slot.buffer)
         self._last.setdefault(lane, {})[stream.name] = ended
-        self._flights.setdefault(lane, []).append(fence)
-        return fence
+        flying = self._flights.setdefault(lane, set())
+        return CopyFence(self._device, begun, ended, slot.buffer, flying)
 
     def move(self, moves: Sequence[Move]) -> None:
         """Queue copies between memories of the device; the copier of a `LaneTable`.
@@ -116,7 +124,8 @@ class LaneCopies:
         They come after all that compute was given so far, and before all that it is given later.
         The tensors are held until they are done. Raises: DeviceError.
         """
-        self._moving = [fence for fence in self._moving if not fence.done()]
+        for fence in tuple(self._moving):
+            fence.done()
         if not moves:
             return
         device = self._device
@@ -128,7 +137,7 @@ class LaneCopies:
             device.copy(self._link, rows_of(target), rows_of(source), row_nbytes, heads)
         ended = device.record(self._link)
         device.wait(device.compute, ended)
-        self._moving.append(CopyFence(device, begun, ended, tuple(moves)))
+        CopyFence(device, begun, ended, tuple(moves), self._moving)
 
     def before_decode(self, lane: int) -> None:
         """Have compute wait, on the device, for the copies into a lane."""
@@ -146,8 +155,7 @@ class LaneCopies:
 
         The host does not wait.
         """
-        left = [fence for fence in self._flights.get(lane, ()) if not fence.done()]
-        self._flights[lane] = left
+        left = [fence for fence in tuple(self._flights.get(lane, ())) if not fence.done()]
         if left:
             raise LocalProtocolError(f"lane {lane} was to be freed, {len(left)} imports in flight")
 
@@ -160,7 +168,7 @@ class LaneCopies:
     def close(self) -> None:
         """Let go of the ring; the device is idle. Idempotent."""
         self._ring = []
-        self._moving = []
+        self._moving.clear()
         self._flights.clear()
         self._last.clear()
 

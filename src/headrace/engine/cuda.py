@@ -5,13 +5,16 @@ then takes for the one that memory belongs to. Memory that a model's run gives u
 the same stream at once, so whoever copies it on another stream holds it until the copy is done.
 
 An event's time is the device's. Now and then an event is recorded on a stream that is always empty,
-between two readings of the host's clock; times are counted from the nearest such event before.
+between two readings of the host's clock; times are counted from the nearest such event before. The
+two clocks drift apart by tens of millionths, so what was counted is scaled by the rate that the last
+two such events show. The rate is taken to be the same until the next one.
 """
 
 from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
@@ -25,6 +28,7 @@ from headrace.errors import BackendUnavailable, DeviceError, LocalProtocolError,
 from headrace.messages import DeviceTimes
 
 ANCHOR_AGE_NS: Final = 4_000_000_000
+UNKNOWN_DRIFT: Final = 100e-6  # most that a device's clock is taken to drift before it is measured
 _ANCHOR_TRIES: Final = 3
 _RESOLUTION_NS: Final = 500  # of an event's time, as CUDA's documentation says
 _POOL_STREAMS: Final = 32  # that torch has of one priority
@@ -32,11 +36,16 @@ MAX_PITCH: Final = (1 << 31) - 1  # cudaDeviceProp.memPitch
 
 
 class _Anchor(NamedTuple):
-    """An event whose time on the host's clock is known, by so much."""
+    """An event whose time on the host's clock is known, by so much.
+
+    rate: nanoseconds of the host in one of the device, known by `rate_error`.
+    """
 
     event: Any
     host_ns: int
     error_ns: int
+    rate: float = 1.0
+    rate_error: float = UNKNOWN_DRIFT
 
 
 class CudaStream:
@@ -83,7 +92,7 @@ class CudaDevice:
         self._device_nbytes = 0
         self.compute: Stream = self.stream("compute")
         self._clock = self.stream("clock")
-        self._anchor = self._new_anchor()
+        self._anchor = self._first_anchor()
 
     def stream(self, name: str) -> CudaStream:
         """A stream that no other of this device is.
@@ -142,7 +151,7 @@ class CudaDevice:
     def record(self, stream: Stream) -> CudaEvent:
         self._check_open()
         if time.monotonic_ns() - self._anchor.host_ns > ANCHOR_AGE_NS:
-            self._anchor = self._new_anchor()
+            self._anchor = _with_rate(self._first_anchor(), self._anchor)
         with _driver("an event"), self._cuda.device(self._index):
             event = self._cuda.Event(enable_timing=True)
             event.record(_raw(stream))
@@ -170,6 +179,7 @@ class CudaDevice:
                 "Use fewer lanes, a shorter context or a smaller model"
             ) from exc
         self._device_nbytes += nbytes
+        weakref.finalize(memory.untyped_storage(), self._dropped, nbytes).atexit = False
         return memory
 
     def register(self, address: int, nbytes: int, *, read_only: bool) -> None:
@@ -183,7 +193,7 @@ class CudaDevice:
             self._registrations.unregister(address)
 
     def times(self, begun: Event, ended: Event) -> DeviceTimes:
-        """When two events were; off by half of an anchor's interval and the events' resolution."""
+        """When two events were; the error is an anchor's, the events' resolution and the drift."""
         begun_ns, begun_error_ns = self._time_of(_event(begun))
         ended_ns, ended_error_ns = self._time_of(_event(ended))
         return DeviceTimes(begun_ns, max(begun_ns, ended_ns), max(begun_error_ns, ended_error_ns))
@@ -198,6 +208,7 @@ class CudaDevice:
             "device_nbytes": self._device_nbytes,
             "registered_nbytes": self._registrations.nbytes,
             "failed_registrations": self._registrations.failures,
+            "refused_read_only": self._registrations.refused_read_only,
         }
 
     def close(self) -> None:
@@ -214,8 +225,11 @@ class CudaDevice:
             with self._cuda.device(self._index):
                 self._registrations.close()
 
-    def _new_anchor(self) -> _Anchor:
-        """The narrowest of a few tries to say when an event was."""
+    def _dropped(self, nbytes: int) -> None:
+        self._device_nbytes -= nbytes
+
+    def _first_anchor(self) -> _Anchor:
+        """The narrowest of a few tries to say when an event was; its rate is not known yet."""
         tries: list[_Anchor] = []
         with _driver("an event"), self._cuda.device(self._index):
             for _ in range(_ANCHOR_TRIES):
@@ -230,13 +244,11 @@ class CudaDevice:
 
     def _time_of(self, event: CudaEvent) -> tuple[int, int]:
         anchor = event.anchor
-        with _driver("the time of an event"):
-            elapsed_ms = float(anchor.event.elapsed_time(event.raw))
-        # It is given in float32, whose steps grow with the distance.
-        step_ns = math.ceil(abs(elapsed_ms) * 2.0**-23 * 1e6)
+        elapsed_ns, step_ns = _elapsed_ns(anchor.event, event.raw)
+        drift_ns = abs(elapsed_ns) * anchor.rate_error
         return (
-            anchor.host_ns + round(elapsed_ms * 1e6),
-            anchor.error_ns + _RESOLUTION_NS + step_ns,
+            anchor.host_ns + round(elapsed_ns * anchor.rate),
+            anchor.error_ns + math.ceil(_RESOLUTION_NS + step_ns + drift_ns),
         )
 
     def _check(self, status: int) -> None:
@@ -270,6 +282,26 @@ def open_device(index: int = 0) -> CudaDevice:
         torch.cuda.set_device(index)
         torch.empty(1, device=f"cuda:{index}")  # makes the context, and loads the runtime
     return CudaDevice(index, torch.cuda, load_runtime(torch.version.cuda))
+
+
+def _with_rate(anchor: _Anchor, before: _Anchor) -> _Anchor:
+    """An anchor that knows how the clocks drifted since the one before it."""
+    device_ns, step_ns = _elapsed_ns(before.event, anchor.event)
+    if device_ns <= 0:
+        return anchor
+    off_ns = before.error_ns + anchor.error_ns + _RESOLUTION_NS + step_ns
+    rate = (anchor.host_ns - before.host_ns) / device_ns
+    return anchor._replace(rate=rate, rate_error=off_ns / device_ns)
+
+
+def _elapsed_ns(begun: Any, ended: Any) -> tuple[float, float]:
+    """From one event to another on the device's clock, and the step of that figure.
+
+    It is given in float32 milliseconds, whose steps grow with the distance.
+    """
+    with _driver("the time of an event"):
+        elapsed_ns = float(begun.elapsed_time(ended)) * 1e6
+    return elapsed_ns, abs(elapsed_ns) * 2.0**-23
 
 
 @contextmanager

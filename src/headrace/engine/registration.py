@@ -14,6 +14,8 @@ from headrace.errors import DeviceError, LocalProtocolError
 REGISTER_DEFAULT: Final = 0x00
 REGISTER_READ_ONLY: Final = 0x08
 """The device only reads it; not every device and driver takes this flag."""
+_FLAG_REFUSED: Final = (1, 801)
+"""Statuses of a flag that is not taken: cudaErrorInvalidValue, cudaErrorNotSupported."""
 
 
 class RegistrationCalls(Protocol):
@@ -30,12 +32,17 @@ class RegistrationCalls(Protocol):
 
 
 class Registrations:
-    """The host memory that one device has registered."""
+    """The host memory that one device has registered.
+
+    failures: registrations that failed. refused_read_only: those that were only told that the flag
+    for reading only is not taken, and can be tried without it.
+    """
 
     def __init__(self, calls: RegistrationCalls) -> None:
         self._calls = calls
         self._nbytes: dict[int, int] = {}
         self.failures = 0
+        self.refused_read_only = 0
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +64,10 @@ class Registrations:
         status = self._calls.host_register(address, nbytes, flags)
         if status:
             self._calls.take_last_error()
-            self.failures += 1
+            if read_only and status in _FLAG_REFUSED:
+                self.refused_read_only += 1
+            else:
+                self.failures += 1
             text = self._calls.error_text(status)
             raise PinFailed(f"{nbytes} bytes of host memory cannot be pinned: {text}")
         self._nbytes[address] = nbytes

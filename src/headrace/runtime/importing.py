@@ -56,7 +56,7 @@ class Importing:
         self._copies = copies
         idle, shared = IDLE_CHUNK_NBYTES, SHARED_CHUNK_NBYTES
         if copies is not None:
-            idle = shared = copies.chunk_nbytes
+            idle, shared = copies.chunk_nbytes, copies.shared_chunk_nbytes
         self._idle_chunk_nbytes = chunk_nbytes or min(idle, self._budget_nbytes)
         self._shared_chunk_nbytes = chunk_nbytes or min(shared, self._budget_nbytes)
 

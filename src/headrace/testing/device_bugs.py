@@ -76,7 +76,7 @@ fences_tell: the event of a fence is recorded before the copies
 fences_tell: nothing keeps the slot that is copied from
     slot.buffer) => None)
 lanes_are_quiet: what is in flight is not noted
-    self._flights.setdefault(lane, []).append(fence) => pass
+    self._flights.setdefault(lane, set()) => set()
 lanes_are_reused: copies do not come after what was given back
     self._after_what_was_given_back() => pass
 [CopyFence.done]
@@ -85,7 +85,7 @@ fences_tell: a fence is done at once
 slots_are_let_go: a fence keeps the slot for good
     self._kept = None => pass
 slots_are_let_go: a fence is never done
-    return True => return False
+    self._flying.discard(self)\n    return True => return False
 [LaneCopies.give_back]
 lanes_are_reused: a lane is given back by the wrong event
     self._device.record(self._device.compute) => self._device.record(self._link)
@@ -126,7 +126,7 @@ entries_are_kept: compute does not come after moves
 entries_are_kept: the wrong stream comes after moves
     device.wait(device.compute, ended) => device.wait(self._layout, ended)
 entries_are_kept: nothing keeps what is moved
-    self._moving.append(CopyFence(device, begun, ended, tuple(moves))) => pass
+    CopyFence(device, begun, ended, tuple(moves), self._moving) => pass
 """
 
 _PINS: Final = r"""

@@ -24,7 +24,7 @@ from headrace.testing.sinks import region_bytes
 CONTEXT: Final = 64
 NUM_TOKENS: Final = 40
 FED: Final = (1, 2, 0)
-COPIES: Final = CopyTuning(4096, 16384, 4096)
+COPIES: Final = CopyTuning(4096, 4096, 16384, 4096)
 KEEP_NBYTES: Final = 1 << 20
 
 

@@ -24,7 +24,7 @@ from headrace.testing.fake.queues import HostWaits
 
 __all__ = ["FakeDevice", "Fault", "HostWaits", "open_decoder", "open_source"]
 
-COPIES = CopyTuning(chunk_nbytes=1 << 20, in_flight_nbytes=4 << 20, shared_in_flight_nbytes=1 << 20)
+COPIES = CopyTuning(1 << 20, 1 << 20, 4 << 20, 1 << 20)
 """What an owner feeds the model with; nothing was measured."""
 
 

@@ -33,7 +33,7 @@ from headrace.testing.fake_device import FakeDevice, open_decoder
 from tests.e2e.families import FAMILIES, directory_of, greedy
 
 CONTEXT = 64
-COPIES = CopyTuning(4096, 16384, 4096)
+COPIES = CopyTuning(4096, 4096, 16384, 4096)
 
 
 @contextmanager

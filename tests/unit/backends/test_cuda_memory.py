@@ -20,7 +20,7 @@ from headrace.runtime.worker import SourceHandle
 from headrace.testing.conformance_decoder import DecoderConformance
 from headrace.testing.fake_device import FakeDevice
 
-COPIES = CopyTuning(1 << 12, 1 << 14, 1 << 12)
+COPIES = CopyTuning(1 << 12, 1 << 12, 1 << 14, 1 << 12)
 GEOMETRY = {"layers": 5, "heads": 2, "head_dim": 8, "window": 16, "full_every": 3}
 
 

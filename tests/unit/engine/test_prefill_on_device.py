@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,6 +24,7 @@ from tests.e2e.families import (
     CONTEXT,
     FAMILIES,
     WINDOW,
+    decoder_of,
     directory_of,
     make_prompt,
     source_of,
@@ -30,7 +32,8 @@ from tests.e2e.families import (
 
 NUM_TOKENS, CUT = 40, 23
 DTYPE = "bfloat16"  # the grouped products of a mixture of experts have no other on this device
-IDS = ["aten.lift_fresh.default"]  # of the prompt, made on the device before anything is queued
+MAKERS = ("tensor", "as_tensor", "asarray", "new_tensor", "from_numpy")
+IDS = ["tensor"]  # of the prompt, made on the device before anything is queued
 
 by_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -42,6 +45,7 @@ class Crossings(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[str] = []
         self.calls = 0
+        self._filled = Filled(self.found)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -54,10 +58,37 @@ class Crossings(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [
             each for each in tree_leaves((args, kwargs, made)) if isinstance(each, torch.Tensor)
         ]
-        kinds = {each.device.type for each in tensors if each.numel()}
-        # The numbers of a tensor that Python makes for a device were copied there out of its sight.
-        if len(kinds) > 1 or ("lift_fresh" in name and kinds == {"meta"}):
+        if len({each.device.type for each in tensors if each.numel()}) > 1:
             self.found.append(name)
+        return made
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._filled.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._filled.__exit__(*exc)
+        super().__exit__(*exc)
+
+
+class Filled(TorchFunctionMode):  # type: ignore[no-untyped-call]
+    """Writes down the tensors that are made on the device of numbers that Python has.
+
+    Their copy is made out of sight of a `TorchDispatchMode`.
+    """
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in MAKERS and made.device.type == "meta" and made.numel():
+            self._found.append(name)
         return made
 
 
@@ -120,7 +151,7 @@ def test_nor_does_one_wait_that_goes_on_from_a_seed(family: str) -> None:
 @by_family
 def test_a_decode_step_only_queues(family: str) -> None:
     model, crossings = model_of(family), Crossings()
-    layers = source_of(family, DTYPE).manifest().layers
+    layers = decoder_of(family, DTYPE).manifest().layers
     lane = Lane(layers, CONTEXT, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8).to("meta"))
     lane.begin(NUM_TOKENS)
     lane.publish()
@@ -133,7 +164,7 @@ def test_a_decode_step_only_queues(family: str) -> None:
     assert crossings.found == []
 
 
-@pytest.mark.parametrize("bug", ["item", "to", "made", "copied"])
+@pytest.mark.parametrize("bug", ["item", "to", "made", "like", "copied"])
 def test_what_crosses_is_seen(bug: str) -> None:
     there = torch.full((), 5, device="meta")
     with Crossings() as crossings:
@@ -145,6 +176,8 @@ def test_what_crosses_is_seen(bug: str) -> None:
                 torch.ones(3).to("meta")
             case "made":
                 torch.tensor([1, 2], device="meta")
+            case "like":
+                there.new_tensor([1, 2])
             case _:
                 torch.empty(3, device="meta").copy_(torch.ones(3))
     assert len(crossings.found) == 1

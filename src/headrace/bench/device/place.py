@@ -26,7 +26,7 @@ CLAIM: Final = "device"
 KEY: Final = ("device", "measure")
 MODELS: Final = "models"
 FAKE_MODULE: Final = "headrace.testing.fake_device"
-FAKE_COPIES: Final = CopyTuning(1 << 20, 4 << 20, 1 << 20)
+FAKE_COPIES: Final = CopyTuning(1 << 20, 1 << 20, 4 << 20, 1 << 20)
 """What the fake device is fed with; nothing was measured."""
 
 

@@ -14,12 +14,13 @@ from headrace.engine.device import Event, Stream
 from headrace.engine.registration import Registrations
 from headrace.errors import DeviceError, LocalProtocolError
 from headrace.testing.fake.memory import Memory, poison
-from headrace.testing.fake.queues import Mark, Queue, Queues, Work
+from headrace.testing.fake.queues import Mark, Queue, Queues, Work, join
 from headrace.testing.fake.ranges import Ranges, joined, of_tensor
 from headrace.testing.fake.registration import FakeRegistrationCalls, PinFails
 from headrace.testing.fake.torch_calls import Kernel, Tensors
 
-ERROR_NS = 2_000
+ERROR_NS = 2_000  # of its times where the clocks were compared last,
+COMPARED_NS = 4_000_000_000  # which is done so often; in between they drift apart
 
 
 class Fault(DeviceError):
@@ -59,13 +60,14 @@ class Core:
         pins_read_only: bool = True,
         all_pinned: bool = False,
         failing_copy: int = 0,
+        drift_ppm: float = 20.0,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`polls_per_step`: how often the host must ask before one more piece of work is done.
 
         `memory_nbytes`: all that `empty` gives. `all_pinned`: take all host memory for registered,
         so that no copy of it is staged. `failing_copy`: the number of the copy, from 1, at which
-        the device fails. `faults`: what it was shown. `counts`: what it did since it was made.
+        the device fails. `drift_ppm`: by how much its clock gains on the host's. `faults`: what it was shown. `counts`: what it did since it was made.
         """
         self.name = name
         self.faults: list[str] = []
@@ -83,6 +85,8 @@ class Core:
         self._all_pinned = all_pinned
         self._failing_copy = failing_copy
         self._skew_ns = random.Random(seed).randint(-ERROR_NS, ERROR_NS)
+        self._drift = drift_ppm * 1e-6
+        self._first_ns: int | None = None
         self._unmapped: list[tuple[int, int]] = []
         self.counts = dict.fromkeys(
             ("copies", "copied_nbytes", "pageable_copies", "kernels", "host_waits"), 0
@@ -114,6 +118,14 @@ class Core:
         self.counts["host_waits"] += 1
         self._queues.run_to(mark)
         self._queues.known(mark)
+        self._sound()
+
+    def host_waits(self, queue: Queue) -> None:
+        """A torch call hands bytes between a stream's memory and the host, which waits for it."""
+        self._enter()
+        self.counts["host_waits"] += 1
+        self._queues.flush(queue)
+        join(self._queues.host, queue.clock)
         self._sound()
 
     def carried_out(self, queue: Queue, what: str, reads: Tensors, writes: Tensors) -> None:
@@ -265,6 +277,9 @@ class StreamCalls:
 
     def made(self, tensor: torch.Tensor) -> None:
         self._device.made(self._queue, tensor)
+
+    def host_waits(self) -> None:
+        self._device.host_waits(self._queue)
 
     def is_device(self, tensor: torch.Tensor) -> bool:
         return self._device.is_device(tensor)

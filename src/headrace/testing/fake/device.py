@@ -15,6 +15,7 @@ call, from the device they are over when it returns.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
@@ -23,10 +24,10 @@ import torch
 from headrace.engine.device import Event, Rows, Stream
 from headrace.errors import DeviceError, LocalProtocolError, Refused
 from headrace.messages import DeviceTimes
-from headrace.testing.fake.core import ERROR_NS, Core, FakeEvent, StreamCalls
-from headrace.testing.fake.queues import join
+from headrace.testing.fake.core import COMPARED_NS, ERROR_NS, Core, FakeEvent, StreamCalls
+from headrace.testing.fake.queues import Mark, join
 from headrace.testing.fake.ranges import of_rows
-from headrace.testing.fake.torch_calls import AtOnce, OnNoStream, Queued
+from headrace.testing.fake.torch_calls import AtOnce, OnNoStream, Queued, ToHost
 
 
 class FakeDevice(Core):
@@ -45,7 +46,8 @@ class FakeDevice(Core):
     def on_compute(self) -> Iterator[None]:
         """Torch calls in here are the compute stream's, carried out when they are made."""
         self._enter()
-        with self._inside(), AtOnce(StreamCalls(self, self._queue(self.compute))):
+        calls = StreamCalls(self, self._queue(self.compute))
+        with self._inside(), ToHost(calls), AtOnce(calls):
             yield
         self._sound()
 
@@ -53,7 +55,8 @@ class FakeDevice(Core):
         self._enter()
         queue = self._queue(stream)
         calls = StreamCalls(self, queue)
-        with self._inside(), AtOnce(calls) if stream is self.compute else Queued(calls):
+        mode = AtOnce(calls) if stream is self.compute else Queued(calls)
+        with self._inside(), ToHost(calls), mode:
             kernels()
         self._sound()
 
@@ -129,8 +132,18 @@ class FakeDevice(Core):
         marks = self._mark(begun), self._mark(ended)
         if not all(mark.passed for mark in marks):
             raise LocalProtocolError("the time of an event that is not done")
-        begun_ns, ended_ns = (mark.time_ns + self._skew_ns for mark in marks)
-        return DeviceTimes(begun_ns, ended_ns, ERROR_NS, "fake")
+        (begun_ns, begun_error_ns), (ended_ns, ended_error_ns) = map(self._time_of, marks)
+        error_ns = max(begun_error_ns, ended_error_ns)
+        return DeviceTimes(begun_ns, max(begun_ns, ended_ns), error_ns, "fake")
+
+    def _time_of(self, mark: Mark) -> tuple[int, int]:
+        """A mark's time as this device tells it, and how far off it may be."""
+        if self._first_ns is None:
+            self._first_ns = mark.time_ns
+        age_ns = (mark.time_ns - self._first_ns) % COMPARED_NS
+        drifted_ns = math.ceil(age_ns * abs(self._drift))
+        told_ns = mark.time_ns + self._skew_ns + round(age_ns * self._drift)
+        return told_ns, ERROR_NS + drifted_ns
 
     def synchronize(self) -> None:
         self._enter()
@@ -146,6 +159,7 @@ class FakeDevice(Core):
             "device_nbytes": self._memory.nbytes,
             "registered_nbytes": self._registrations.nbytes,
             "failed_registrations": self._registrations.failures,
+            "refused_read_only": self._registrations.refused_read_only,
         }
 
     def close(self) -> None:

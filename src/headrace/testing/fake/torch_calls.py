@@ -3,21 +3,32 @@
 The compute stream does not lag: a call is carried out when it is made, after what its stream waits
 for. That is the earliest that a device could, so a copy that should come first is shown missing. On
 other streams calls are queued as copies are. Views are made at once: they touch nothing.
+
+Where bytes go between the device and the host, the host waits, and that is counted: a value that is
+read (`.item()`), a copy between device memory and an ordinary tensor, and a tensor that is brought
+to the host by name (`.cpu()`, `.to("cpu")`), which is an ordinary one then. A tensor of the model
+says that it is on the CPU, so `.to(other.device)` is not seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from headrace.errors import LocalProtocolError
 from headrace.testing.fake.memory import at
 
 Kernel = Callable[[], object]
 Tensors = Sequence[torch.Tensor]
+
+_READS_VALUES: Final = frozenset(
+    ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select")
+)
+"""Calls that give the host a value of the device, or need one for the shape of what they make."""
 
 
 class Calls(Protocol):
@@ -32,8 +43,30 @@ class Calls(Protocol):
     def made(self, tensor: torch.Tensor) -> None:
         """A call made this tensor on the stream."""
 
+    def host_waits(self) -> None:
+        """The host waits for all that the stream has, and goes on."""
+
     def is_device(self, tensor: torch.Tensor) -> bool:
         """Whether its storage is device memory."""
+
+
+class ToHost(TorchFunctionMode):
+    """Brings tensors of the device to the host where they are asked for by name."""
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls = calls
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _is_to_host(func, args, kwargs) or not self._calls.is_device(args[0]):
+            return func(*args, **kwargs)
+        self._calls.host_waits()
+        self._calls.before(str(func), args[:1], ())
+        with _disable_current_modes():
+            return func(args[0].clone(), *args[1:], **kwargs)
 
 
 class AtOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -52,6 +85,8 @@ class AtOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = func(*args, **kwargs)
             if _is_view_of(made, reads + writes):
                 return made
+        if _host_waits(func, reads, writes, self._calls):
+            self._calls.host_waits()
         self._calls.before(str(func), reads, writes)
         made = func(*args, **kwargs)
         held = {each.untyped_storage().data_ptr() for each in reads + writes}
@@ -78,6 +113,8 @@ class Queued(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = func(*args, **kwargs)
             if _is_view_of(made, reads + writes):
                 return made
+        if _host_waits(func, reads, writes, self._calls):
+            self._calls.host_waits()
         late_args = tuple(self._late(each) for each in args)
         late_kwargs = {name: self._late(each) for name, each in kwargs.items()}
         if writes:
@@ -124,6 +161,23 @@ class OnNoStream(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not func.is_view and any(self._calls.is_device(each) for each in reads + writes):
             self._tell(f"{func} touches device memory on no stream of this device")
         return func(*args, **kwargs)
+
+
+def _is_to_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if func in (torch.Tensor.cpu, torch.Tensor.tolist):
+        return True
+    named = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, str)]
+    return func is torch.Tensor.to and "cpu" in named
+
+
+def _host_waits(func: Any, reads: Tensors, writes: Tensors, calls: Calls) -> bool:
+    """Whether the host waits for a call."""
+    name = func._schema.name
+    if name in _READS_VALUES:
+        return any(calls.is_device(each) for each in reads)
+    if name != "aten::copy_":
+        return False
+    return len({calls.is_device(each) for each in (*reads, *writes) if each.numel()}) == 2
 
 
 def _touched(

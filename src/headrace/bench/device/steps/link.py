@@ -80,7 +80,8 @@ def _sweep(device: Device, place: Place) -> Iterator[dict[str, Any]]:
     chunks = [mib * MIB for mib in sizes.chunks_mib]
     for repeat in range(sizes.sweeps):
         for pin in (True, False) if repeat % 2 == 0 else (False, True):
-            found = probe(device, chunks, sizes.depths, sizes.sweep_mib * MIB, pin=pin)
+            total = sizes.sweep_mib * MIB
+            found = probe(device, chunks, sizes.depths, total, samples=1, pin=pin)
             for (chunk, depth), rate in found.rates.items():
                 yield {
                     "measure": "sweep",
