@@ -590,7 +590,7 @@ def test_kernel_overlap_is_claimed_only_where_the_rule_found_it() -> None:
     assert "none can be claimed" in none.found
     assert "host clock" in none.found
     some = judged("kernel overlap", "real", {"trace": [trace_row(kernel_overlap_ns=7_000_000)]})
-    assert "7.000 ms" in some.found
+    assert "7.000 ms, gaps between kernels included" in some.found
     assert "5 us" in some.found
 
 

@@ -8,7 +8,7 @@ while entries decode. Then the owner looks after imports only between two steps,
 flight is what competes with a step: it is bounded by what the link moves in a short time.
 
 Others may use the link meanwhile (a source that loads its weights), which can only slow a copy
-down. So each figure is the best of a few samples, which are taken in turn and not one after another.
+down. So each figure is the best of a few samples, taken in turn and not one after another.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ CHUNKS: Final = tuple(n * MIB for n in (1, 2, 4, 8, 16, 32))
 DEPTHS: Final = (1, 2, 4)
 SAMPLES: Final = 3
 NEAR_BEST: Final = 0.9
-CHUNK_S: Final = 0.0005  # of the link's time, at least; an owner's cost of a piece is 0.1 ms or less
+CHUNK_S: Final = (
+    0.0005  # of the link's time, at least; an owner's cost of a piece is 0.1 ms or less
+)
 SHARED_CHUNK_S: Final = 0.00015  # the same while entries decode
 IN_FLIGHT_S: Final = 0.004  # of the link's time, so that it stays busy through an owner's turn
 _TOTAL_NBYTES: Final = 32 * MIB  # moved for one sample, or four chunks if that is more

@@ -1,10 +1,10 @@
 """The CUDA decoder: lanes in device memory, imports on a stream of their own.
 
-All of it is written against `headrace.engine.device`. The host queues and polls. For what the device
-has queued it waits where it needs bytes of it (logits, `read`), where a slab is not pinned (a copy
-of pageable memory holds the host up while it is staged), and when it opens and closes. Shorter than
-that, it waits for its own small work: each step's tokens are uploaded from pageable memory, and
-every few seconds an event on an empty stream tells the device's clock.
+All of it is written against `headrace.engine.device`. The host queues and polls. For what is queued
+it waits where it needs bytes of it (logits, `read`), where a slab is not pinned (a copy of pageable
+memory holds the host up while it is staged), and when it opens and closes. Shorter waits are for
+small work of its own: each step's tokens are uploaded from pageable memory, and every few seconds
+an event on an empty stream tells the device's clock.
 
 By default sequences are decoded one after another, one per forward: the exact mode. With
 `decode_batch` several are decoded in one forward, as `headrace.engine.batching` says.

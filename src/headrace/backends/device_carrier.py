@@ -155,14 +155,15 @@ class DeviceCarrier:
     def logits(self) -> tuple[memoryview, int]:
         """The row of logits on the host, and when the device had computed it (CLOCK_MONOTONIC, ns).
 
-        Their copy queues behind those of the last states: its end would be no end of the prefill.
+        Their copy queues behind those of the last states, so its end is not the prefill's.
         """
-        if self._row_copied is None:
+        computed, copied = self._row_computed, self._row_copied
+        if computed is None or copied is None:
             raise LocalProtocolError("the logits were never taken")
-        self._wait_for(self._row_copied)
+        self._wait_for(copied)
+        self._wait_for(computed)  # done before, but only the event itself can tell its time
+        self._poll()
         self._row = None
-        while not self._ready_ns:  # the copy came after it, and yet both are asked
-            self._poll()
         return self._memory.view, self._ready_ns
 
     def drain(self) -> None:
@@ -188,8 +189,9 @@ class DeviceCarrier:
         self._sink.check()
 
     def _poll(self) -> None:
-        if not self._ready_ns and (computed := self._row_computed) and computed.done():
-            seen_ns = time.monotonic_ns()  # a device's clock is off by a little, and may be ahead
+        computed = self._row_computed
+        if not self._ready_ns and computed is not None and computed.done():
+            seen_ns = time.monotonic_ns()  # a device's time is off by a little, and may be ahead
             self._ready_ns = min(seen_ns, self._device.times(computed, computed).ended_ns)
         while self._queue and self._queue[0].copied.done():
             queued = self._queue.popleft()

@@ -6,8 +6,8 @@ the same stream at once, so whoever copies it on another stream holds it until t
 
 An event's time is the device's. Now and then an event is recorded on a stream that is always empty,
 between two readings of the host's clock; times are counted from the nearest such event before. The
-two clocks drift apart by tens of millionths, so what was counted is scaled by the rate that the last
-two such events show. The rate is taken to be the same until the next one.
+two clocks drift apart by tens of millionths, so what was counted is scaled by the rate that the
+last two such events show. The rate is taken to be the same until the next one.
 """
 
 from __future__ import annotations

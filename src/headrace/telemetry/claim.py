@@ -7,7 +7,9 @@ An import and a computing of the source overlapped on their devices if
 - and both lasted together for longer than the sum of the errors of the two readings, to which that
   of the shift comes where the source's clock was another.
 
-Such stretches are the kernel overlap. What is shorter may not have been there at all.
+Such stretches are the kernel overlap. What is shorter may not have been there at all. It is an
+upper bound of what kernels did at once: a computing runs from one event to the next, and the gaps
+between its kernels are in it, as are the slices of a GPU's time that another process had.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ class Overlap:
     """How long imports ran while the source was at work, ns, and what that rests on.
 
     source, owner: the clock of all that the source computed, and of all that was imported. length:
-    while the source computed or wrote, and by two devices while it computed. error: by how much a
-    stretch of it may be off. kernels: as much of it as may be called kernel overlap; None if
-    nothing may.
+    while the source computed or wrote, and by two devices while it computed, the gaps between its
+    kernels included. error: by how much a stretch of it may be off. kernels: as much of it as may
+    be called kernel overlap; None if nothing may.
     """
 
     source: Evidence

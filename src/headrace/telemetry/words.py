@@ -12,7 +12,7 @@ from headrace.telemetry.tail import LABELS, PARTS
 
 NO_CLAIM: Final = "nothing is claimed about kernels"
 HOST_ONLY: Final = f"host intervals: {NO_CLAIM}"
-BOTH_DEVICES: Final = "device events of both sides"
+BOTH_DEVICES: Final = "between device events of both sides, gaps between kernels included"
 FAKES: Final = f"events of a fake device: {NO_CLAIM}"
 
 ONE_THREAD: Final = "one process, one thread: the owner computed the prompt itself"

@@ -11,6 +11,8 @@ from typing import Final
 from headrace.backends.cuda import CudaDecoder
 from headrace.backends.lane_copies import CopyFence, LaneCopies
 from headrace.backends.pinning import Pins
+from headrace.engine.lanes import FullRows, SlidingRows
+from headrace.engine.loading import LoadedModel
 from headrace.engine.registration import Registrations
 from headrace.errors import HeadraceError
 from headrace.testing.device_ground import Ground
@@ -74,7 +76,7 @@ fences_tell: the event of a fence is on the wrong stream
 fences_tell: the event of a fence is recorded before the copies
     ended = self._device.record(stream) => ended = begun
 fences_tell: nothing keeps the slot that is copied from
-    slot.buffer) => None)
+    slot.buffer, flying) => None, flying)
 lanes_are_quiet: what is in flight is not noted
     self._flights.setdefault(lane, set()) => set()
 lanes_are_reused: copies do not come after what was given back
@@ -85,7 +87,7 @@ fences_tell: a fence is done at once
 slots_are_let_go: a fence keeps the slot for good
     self._kept = None => pass
 slots_are_let_go: a fence is never done
-    self._flying.discard(self)\n    return True => return False
+    self._done = True => return False
 [LaneCopies.give_back]
 lanes_are_reused: a lane is given back by the wrong event
     self._device.record(self._device.compute) => self._device.record(self._link)
@@ -109,6 +111,8 @@ ring_is_fenced: cells are laid out before they have landed
 ring_is_fenced: the wrong stream waits for what has landed
     device.wait(self._layout, device.record(self._link)) =>
         device.wait(self._link, device.record(self._layout))
+host_waits_for_logits: what the ring holds goes to the host
+    lambda: _copy(target, cells) => lambda: _copy(target, cells.to("cpu"))
 ring_is_fenced: cells are laid out on no stream of the device
     device.launch(self._layout, lambda: _copy(target, cells)) => _copy(target, cells)
 ring_is_fenced: one place of the ring is used for all
@@ -127,6 +131,20 @@ entries_are_kept: the wrong stream comes after moves
     device.wait(device.compute, ended) => device.wait(self._layout, ended)
 entries_are_kept: nothing keeps what is moved
     CopyFence(device, begun, ended, tuple(moves), self._moving) => pass
+"""
+
+_MODEL: Final = r"""
+[LoadedModel.forward_logits]
+host_waits_for_logits: a number is looked at after each forward
+    return logits.to => logits[0].item()\n        return logits.to
+[FullRows.update]
+host_waits_for_logits: a number is looked at whenever a layer keeps its rows
+    self.append(key_states, value_states) =>
+        self.append(key_states, value_states)\n    key_states[0, 0, 0, 0].item()
+[SlidingRows.update]
+host_waits_for_logits: the host counts what a sliding layer holds
+    self.append(key_states, value_states) =>
+        self.append(key_states, value_states)\n    value_states.isnan().nonzero()
 """
 
 _PINS: Final = r"""
@@ -162,10 +180,13 @@ _PLACES: Final = {
     for each in (
         CudaDecoder,
         CopyFence,
+        FullRows,
         LaneCopies,
+        LoadedModel,
         Pins,
         Registrations,
+        SlidingRows,
     )
 }
 
-MUTANTS: Final = read_mutants(_DECODER + _PINS, _PLACES)
+MUTANTS: Final = read_mutants(_DECODER + _MODEL + _PINS, _PLACES)

@@ -16,6 +16,7 @@ from headrace.engine.host import HostMemory
 from headrace.errors import LocalProtocolError
 from headrace.geometry import Layout
 from headrace.testing.device_ground import (
+    FED,
     KEEP_NBYTES,
     NUM_TOKENS,
     Broken,
@@ -51,6 +52,21 @@ def decode_waits(ground: Ground) -> None:
             for name in ("import", "layout"):
                 device.go_on(stream_of(device, name))
             check(decode(decoder, entry) == ground.rows(layout, 0), f"{layout}: decodes otherwise")
+
+
+def host_waits_for_logits(ground: Ground) -> None:
+    """Nothing holds the host up from the first copy to the last token, but each token's logits."""
+    layouts: tuple[Layout, ...] = ("head_major", "token_major")
+    for layout in layouts:
+        with ground.decoder() as (decoder, device):
+            prompt = prompt_of(decoder, layout)
+            before = device.counts["host_waits"]
+            entry = decoder.publish(fenced(decoder, prompt))
+            waits = device.counts["host_waits"] - before
+            check(waits == 0, f"{layout}: the host waited {waits} times for an import")
+            decode(decoder, entry)
+            waits = device.counts["host_waits"] - before
+            check(waits == len(FED), f"{layout}: {waits} waits of the host in {len(FED)} steps")
 
 
 def decode_waits_for_its_own(ground: Ground) -> None:
@@ -263,6 +279,7 @@ SCENES: Final[Mapping[str, Callable[[Ground], None]]] = {
     each.__name__: each
     for each in (
         decode_waits,
+        host_waits_for_logits,
         decode_waits_for_its_own,
         fences_tell,
         slots_are_let_go,

@@ -6,8 +6,10 @@ instances of the bugs in `headrace.testing.source_bugs`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -16,10 +18,11 @@ from msgspec.structs import replace
 from headrace.backends.cuda_source import CudaEngine
 from headrace.backends.torch import TorchEngine
 from headrace.engine.loading import LoadedModel
-from headrace.errors import Cancelled, HeadraceError
+from headrace.errors import Cancelled, HeadraceError, Unquiet
 from headrace.geometry import Manifest, Sliding
 from headrace.messages import Prefill
 from headrace.plan import compile_plan
+from headrace.testing.fake.core import ERROR_NS
 from headrace.testing.fake.device import FakeDevice
 from headrace.testing.sinks import MemorySink, ask
 
@@ -32,11 +35,29 @@ ASKED: Final[tuple[Prefill, ...]] = (
     ask(NUM_TOKENS, "whole"),
     ask(NUM_TOKENS, "whole", prefill_chunk=9),
 )
+AGES_AGO_NS: Final = 1_000_000
+AGES_AHEAD_NS: Final = 1 << 60
 POLLS: Final = (1, 40)  # of the host, until one more thing is done
 
 
 class Unkept(HeadraceError):
     """What a scene is to show does not hold."""
+
+
+class _Ending(MemorySink):
+    """Remembers when the prefill is said to have ended."""
+
+    ready_ns: int | None = None
+
+    def final(
+        self,
+        logits: memoryview | bytes | None,
+        *,
+        token: int | None = None,
+        ready_ns: int | None = None,
+    ) -> None:
+        super().final(logits, token=token, ready_ns=ready_ns)
+        self.ready_ns = ready_ns
 
 
 class Bench:
@@ -67,9 +88,11 @@ class Bench:
             raise Unkept(f"{asked}: other cells, logits or spans")
 
     @contextmanager
-    def source(self, polls: int) -> Iterator[tuple[CudaEngine, FakeDevice]]:
-        """A source on a device model of its own."""
-        device = FakeDevice(all_pinned=True, seed=polls, polls_per_step=polls)
+    def source(
+        self, polls: int, now_ns: Callable[[], int] = time.monotonic_ns
+    ) -> Iterator[tuple[CudaEngine, FakeDevice]]:
+        """A source on a device model of its own, which reads its times from `now_ns`."""
+        device = FakeDevice(all_pinned=True, seed=polls, polls_per_step=polls, now_ns=now_ns)
         engine = CudaEngine(self.model, self.model.max_positions, device)
         try:
             with device.watched():
@@ -83,7 +106,7 @@ class Bench:
 
 
 def cells_are_told_when_they_are_there(bench: Bench) -> None:
-    """On every route and in every cut, and so are the logits."""
+    """On every route and in every cut, and so are the logits; the host only looks at events."""
     for polls in POLLS:
         for asked in ASKED:
             with bench.source(polls) as (engine, device):
@@ -91,6 +114,8 @@ def cells_are_told_when_they_are_there(bench: Bench) -> None:
                 engine.prefill_stream(TOKENS, sink)
                 bench.check(asked, sink)
                 _check_quiet(device, sink)
+                if device.counts["host_waits"]:
+                    raise Unkept(f"{asked}: the host waited, where it should only look")
 
 
 def a_cancel_leaves_the_slot_quiet(bench: Bench) -> None:
@@ -108,9 +133,47 @@ def a_cancel_leaves_the_slot_quiet(bench: Bench) -> None:
                     bench.check(asked, after)
 
 
+def the_prefill_ends_with_its_logits(bench: Bench) -> None:
+    """By the device's own time, whenever the host looks; but never after the host's look."""
+    for clock_ns in AGES_AGO_NS, AGES_AHEAD_NS:
+        for asked in ASKED:
+            with bench.source(POLLS[1], partial(int, clock_ns)) as (engine, _):
+                sink = _Ending(bench.sink(asked).plan, asked)
+                engine.prefill_stream(TOKENS, sink)
+                bench.check(asked, sink)
+            latest_ns = min(clock_ns + ERROR_NS, time.monotonic_ns())
+            if sink.ready_ns is None or sink.ready_ns > latest_ns:
+                raise Unkept(f"{asked}: its end is told as {sink.ready_ns}, after {latest_ns}")
+
+
+def the_device_failed_while_idle(bench: Bench) -> None:
+    """A source that finds it so is of no use any more, and must say so each time it is asked."""
+    device = FakeDevice(all_pinned=True)
+    engine = CudaEngine(bench.model, bench.model.max_positions, device)
+    asked = ASKED[0]
+    before = bench.sink(asked)
+    engine.prefill_stream(TOKENS, before)
+    bench.check(asked, before)
+    device.fail("nobody was looking")
+    for _ in range(2):
+        sink = bench.sink(asked)
+        try:
+            engine.prefill_stream(TOKENS, sink)
+        except Unquiet:
+            if sink.commits or sink.ended:
+                raise Unkept("a device that failed gave something") from None
+            continue
+        raise Unkept("a device that failed computed a prompt")
+
+
 SCENES: Final[Mapping[str, Callable[[Bench], None]]] = {
     each.__name__: each
-    for each in (cells_are_told_when_they_are_there, a_cancel_leaves_the_slot_quiet)
+    for each in (
+        cells_are_told_when_they_are_there,
+        a_cancel_leaves_the_slot_quiet,
+        the_prefill_ends_with_its_logits,
+        the_device_failed_while_idle,
+    )
 }
 
 

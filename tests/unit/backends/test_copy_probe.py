@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
-from headrace.backends.copy_probe import CHUNKS, DEPTHS, MIB, choose, probe
+from headrace.backends import copy_probe
+from headrace.backends.base import CopyTuning
+from headrace.backends.copy_probe import CHUNKS, DEPTHS, MIB, SAMPLES, choose, probe
 from headrace.testing.fake_device import FakeDevice
 
 
@@ -18,23 +22,58 @@ def rates(best: float, **shares: float) -> dict[tuple[int, int], float]:
 
 
 def test_the_smallest_chunk_near_the_best_and_the_fewest_in_flight() -> None:
-    tuning = choose(rates(1e9, m1x1=0.2, m1x4=0.5, m4x1=0.8, m4x2=0.91, m4x4=0.93, m64x4=1.0))
-    assert tuning.chunk_nbytes == 4 * MIB
-    assert tuning.in_flight_nbytes == 8 * MIB
-    assert tuning.shared_in_flight_nbytes == 4 * MIB
+    tuning = choose(rates(1e9, m1x1=0.2, m1x4=0.5, m4x1=0.8, m4x3=0.91, m4x4=0.93, m64x4=1.0))
+    assert tuning.chunk_nbytes == tuning.shared_chunk_nbytes == 4 * MIB
+    assert tuning.in_flight_nbytes == 12 * MIB
+    assert tuning.shared_in_flight_nbytes == 6 * MIB
 
 
 def test_a_fast_link_has_some_milliseconds_of_work() -> None:
     tuning = choose(rates(25e9, m4x1=0.95, m64x4=1.0))
-    assert tuning.chunk_nbytes == 4 * MIB
-    assert 0.004 * 25e9 <= tuning.in_flight_nbytes < 0.004 * 25e9 + 4 * MIB
+    assert 0.004 * 25e9 <= tuning.in_flight_nbytes < 0.004 * 25e9 + tuning.chunk_nbytes
     assert tuning.in_flight_nbytes % tuning.chunk_nbytes == 0
     assert tuning.shared_in_flight_nbytes == tuning.in_flight_nbytes // 2
 
 
-def test_a_slow_link_has_one_chunk_at_least() -> None:
-    tuning = choose(rates(1e6, m1x1=1.0))
-    assert tuning == (tuning.__class__)(MIB, MIB, MIB)
+@pytest.mark.parametrize(
+    ("rate", "idle", "shared"), [(1e9, 1, 1), (12e9, 8, 2), (25e9, 16, 4), (50e9, 32, 8)]
+)
+def test_a_chunk_is_worth_what_a_piece_costs_its_owner(rate: float, idle: int, shared: int) -> None:
+    """Even where the smallest copies go as fast as any."""
+    tuning = choose(dict.fromkeys(product(CHUNKS, DEPTHS), rate))
+    assert (tuning.chunk_nbytes, tuning.shared_chunk_nbytes) == (idle * MIB, shared * MIB)
+    assert tuning.chunk_nbytes >= 0.0005 * rate
+    assert tuning.shared_chunk_nbytes >= 0.00015 * rate
+
+
+@pytest.mark.parametrize("rate", [10.0**n for n in range(5, 13)])
+def test_two_chunks_are_in_flight_and_one_where_entries_decode(rate: float) -> None:
+    for chunk in CHUNKS:
+        tuning = choose({(chunk, 1): rate})
+        assert tuning.in_flight_nbytes >= 2 * tuning.chunk_nbytes
+        assert tuning.shared_in_flight_nbytes >= tuning.shared_chunk_nbytes
+
+
+def test_a_slow_link_has_two_chunks_at_least() -> None:
+    assert choose(rates(1e6, m1x1=1.0)) == CopyTuning(MIB, MIB, 2 * MIB, MIB)
+
+
+def test_a_figure_is_the_best_of_samples_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that another uses while one round is taken is not told slow."""
+    taken: list[tuple[int, int]] = []
+    given = iter([0.0, *(9.0, 1.0, 1.0, 8.0), *(5.0, 7.0, 2.0, 2.0), *(1.0, 1.0, 6.0, 1.0)])
+
+    def rate(link: object, chunk: int, depth: int, total_nbytes: int) -> float:
+        taken.append((chunk, depth))
+        return next(given)
+
+    monkeypatch.setattr(copy_probe._Link, "rate", rate)
+    device = FakeDevice()
+    probed = probe(device, (1024, 4096), (1, 3), 8192)
+    device.close()
+    cells = [(1024, 1), (1024, 3), (4096, 1), (4096, 3)]
+    assert taken[1:] == cells * SAMPLES
+    assert probed.rates == dict(zip(cells, (9.0, 7.0, 6.0, 8.0), strict=True))
 
 
 @pytest.mark.parametrize("pins", [True, False])
@@ -63,5 +102,6 @@ def test_pageable_memory_is_measured_when_asked_for() -> None:
 
 
 def test_what_is_tried() -> None:
-    assert [chunk // MIB for chunk in CHUNKS] == [1, 2, 4, 8, 16, 32, 64]
-    assert DEPTHS == (1, 2, 3, 4)
+    assert [chunk // MIB for chunk in CHUNKS] == [1, 2, 4, 8, 16, 32]
+    assert DEPTHS == (1, 2, 4)
+    assert SAMPLES >= 3

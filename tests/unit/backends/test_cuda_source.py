@@ -287,10 +287,24 @@ def test_a_device_that_fails_is_not_known_to_be_quiet_and_nothing_more_is_told(c
     assert sink.logits is None
 
 
+def test_a_device_that_failed_while_nothing_was_asked_is_told_as_such() -> None:
+    """A plain error would leave the source in service, to fail each prompt for ever."""
+    device = FakeDevice(all_pinned=True)
+    engine = engine_on(device)
+    asked = options("streamed", NUM_TOKENS)
+    assert fill(engine, sink_for("llama", asked)).logits is not None
+    device.fail("it fell off the bus")
+    for _ in range(2):
+        sink = sink_for("llama", asked)
+        with pytest.raises(Unquiet, match=r"failed before this prefill: .*fell off the bus"):
+            fill(engine, sink)
+        assert (sink.spans, sink.num_writes) == ([], 0)
+
+
 @by_route
 def test_a_device_tells_when_it_computed_and_copied(route: Route) -> None:
     sink = timed("gemma3", options(route, NUM_TOKENS, prefill_chunk=25, chunk=16))
-    fill(engine_on(FakeDevice(all_pinned=True), "gemma3"), sink)
+    fill(engine_on(FakeDevice(all_pinned=True, drift_ppm=0.0), "gemma3"), sink)
     assert [spans for spans, _, _ in sink.times] == sink.spans
     reached_ns = 0
     for _, computed, copied in sink.times:

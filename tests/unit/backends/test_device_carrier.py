@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable
 
 import pytest
@@ -160,6 +162,36 @@ def test_logits_come_when_they_are_computed() -> None:
         del row
     view, ready_ns = carrier.logits()
     assert bytes(view) == want
+    assert ready_ns <= time.monotonic_ns()
     assert ready_ns > 0
     assert carrier.logits()[1] == ready_ns
     assert device.faults == []
+
+
+def test_the_end_is_when_the_logits_were_computed_and_not_when_they_came() -> None:
+    """Their copy has to wait for states; a clock that each event moves on shows which was asked."""
+    ticks = itertools.count(10_000, 10_000)
+    device = FakeDevice(all_pinned=True, now_ns=lambda: next(ticks))
+    side = device.stream("states")
+    carrier = DeviceCarrier(device, side, memory_sink(), LogitsMemory(VOCAB))
+    device.hold_up(side)
+    with device.on_compute():
+        row = numbers(VOCAB)
+        carrier.take_logits(row)
+        after = device.record(device.compute)
+    while not after.done():
+        pass
+    device.go_on(side)
+    _, ready_ns = carrier.logits()
+    assert ready_ns == device.times(after, after).ended_ns - 10_000
+
+
+def test_a_devices_time_is_not_taken_for_one_to_come() -> None:
+    device = FakeDevice(all_pinned=True, now_ns=lambda: 1 << 60)
+    carrier = DeviceCarrier(device, device.stream("states"), memory_sink(), LogitsMemory(VOCAB))
+    before_ns = time.monotonic_ns()
+    with device.on_compute():
+        row = numbers(VOCAB)
+        carrier.take_logits(row)
+    _, ready_ns = carrier.logits()
+    assert before_ns <= ready_ns <= time.monotonic_ns()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
+from sys import getrefcount
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from headrace.engine.device import Rows
 from headrace.errors import DeviceError, LocalProtocolError
 from headrace.geometry import Full, Layer, Part
 from headrace.plan import Copy, Region
+from headrace.testing.fake.core import FakeEvent
 from headrace.testing.fake_device import FakeDevice
 
 HEADS, HEAD_DIM = 2, 4
@@ -121,6 +125,48 @@ def test_a_lane_is_quiet_when_its_own_fences_are_done(bench: Bench) -> None:
     bench.copies.check_quiet(0)
     bench.copies.give_back(0)
     bench.copies.check_quiet(0)
+
+
+def test_no_event_is_asked_again_once_it_is_known_done(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt is thousands of pieces; freeing its lane asks the driver for none of them."""
+    fences = [
+        bench.copies.begin(0, [bench.lane], bench.slot("head_major"), [bench.by_head()])
+        for _ in range(20)
+    ]
+    for fence in fences[:-1]:
+        until_done(fence)
+    asked: list[FakeEvent] = []
+    done = FakeEvent.done
+
+    def counted(event: FakeEvent) -> bool:
+        asked.append(event)
+        return done(event)
+
+    monkeypatch.setattr(FakeEvent, "done", counted)
+    assert all(fence.done() for fence in fences[:-1])
+    assert not asked
+    with suppress(LocalProtocolError):
+        bench.copies.check_quiet(0)
+    assert len(asked) == 1
+    until_done(fences[-1])
+    asked.clear()
+    bench.copies.check_quiet(0)
+    assert not asked
+    gone = [weakref.ref(fence) for fence in fences]
+    del fences, fence
+    assert not any(ref() for ref in gone)  # nor does the lane keep them
+
+
+def test_what_is_moved_is_held_until_it_is_known_done(bench: Bench) -> None:
+    here, there = bench.lane[:, :8], bench.lane[:, 8:]
+    held = getrefcount(here)
+    bench.copies.move([(there, here)])
+    assert getrefcount(here) > held
+    bench.device.synchronize()
+    bench.copies.move([])
+    assert getrefcount(here) == held
 
 
 def test_a_failed_device_is_told_when_asked_for_quiet() -> None:

@@ -57,6 +57,15 @@ def test_a_slab_that_is_not_pinned_is_pageable(
     assert pins.statistics()["pageable_nbytes"] == NBYTES
 
 
+def test_a_flag_that_is_not_taken_is_no_failure() -> None:
+    device = FakeDevice(pins_read_only=False)
+    pins = Pins(device, read_only=True)
+    pins.register(FIRST)
+    assert pins.statistics()["pinned_nbytes"] == NBYTES
+    assert device.statistics()["failed_registrations"] == pins.statistics()["pin_failures"] == 0
+    assert device.statistics()["refused_read_only"] == 2  # of the small piece, and of the whole
+
+
 def test_a_later_slab_may_fail_and_a_later_one_be_pinned() -> None:
     device = FakeDevice(pin_fails=lambda ordinal, _: ordinal == 3)
     pins = Pins(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.engine.cuda import ANCHOR_AGE_NS, CudaDevice, open_device
+from headrace.engine.cuda import ANCHOR_AGE_NS, UNKNOWN_DRIFT, CudaDevice, open_device
 from headrace.engine.device import Device, PinFailed, Rows
 from headrace.errors import BackendUnavailable, DeviceError, LocalProtocolError, Refused
 from tests.unit.engine.test_registration import Calls
@@ -131,6 +132,7 @@ def test_it_is_a_device(device: CudaDevice) -> None:
         "device_nbytes": 0,
         "registered_nbytes": 0,
         "failed_registrations": 0,
+        "refused_read_only": 0,
     }
 
 
@@ -238,9 +240,14 @@ def test_memory_is_made_on_the_compute_stream(
         return real(nbytes, dtype=dtype)
 
     monkeypatch.setattr(torch, "empty", empty)
-    assert device.empty(64).numel() == 64
+    memory = device.empty(64)
+    assert memory.numel() == 64
     assert made == [(64, torch.uint8, "cuda:1", [device.compute.raw])]  # type: ignore[attr-defined]
+    view = memory[8:].view(torch.int64)
+    del memory
     assert device.statistics()["device_nbytes"] == 64
+    del view
+    assert device.statistics()["device_nbytes"] == 0
 
 
 def test_too_little_memory_is_refused(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,18 +322,19 @@ def test_times_are_counted_from_the_narrowest_of_a_few_anchors(
     begun, ended = device.record(device.compute), device.record(device.compute)
     times = device.times(begun, ended)
     assert (times.begun_ns, times.ended_ns) == (5050 + 2_000_000, 5050 + 2_500_000)
-    assert 50 + 500 < times.error_ns <= 50 + 500 + 2
+    drift_ns = round(UNKNOWN_DRIFT * 2_500_000)
+    assert 50 + 500 + drift_ns < times.error_ns <= 50 + 500 + drift_ns + 2
 
 
 def test_the_error_grows_with_the_distance(
     cuda: Cuda, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elapsed times are float32: at 4 s their steps are half a microsecond."""
+    """At 4 s a drift that is not known is 400 us, and a step of a float32 half a microsecond."""
     on_a_clock(monkeypatch, itertools.repeat(7))
     cuda.clock_ms = iter((0.0, 0.0, 0.0, 4000.0, 4001.0))
     device = CudaDevice(1, cuda, runtime)
     times = device.times(device.record(device.compute), device.record(device.compute))
-    assert 500 + 400 < times.error_ns < 500 + 600
+    assert 400_100 + 500 + 400 < times.error_ns < 400_100 + 500 + 600
 
 
 def test_anchors_are_renewed_and_old_events_keep_theirs(
@@ -342,6 +350,71 @@ def test_anchors_are_renewed_and_old_events_keep_theirs(
     second = device.record(device.compute)
     assert second.anchor is not first.anchor
     assert second.anchor.host_ns == now_ns[0]
+
+
+class Drifting:
+    """The host's clock, and a device's that gains on it; both stand still but for `later`.
+
+    A reading of the host's takes 1 us, and the device comes past an event at any time in between.
+    """
+
+    def __init__(self, ppm: float, seed: int) -> None:
+        self.host_ns = 5_000_000_000_000.0
+        self._speed = 1 + ppm * 1e-6
+        self._rng = random.Random(seed)
+        self.recorded_ns: list[float] = []
+
+    def monotonic_ns(self) -> int:
+        self.host_ns += 1000
+        return int(self.host_ns)
+
+    def __iter__(self) -> Iterator[float]:
+        """What events are recorded at: the float32 milliseconds are made of these when compared."""
+        while True:
+            self.host_ns += self._rng.uniform(0, 20_000)
+            self.recorded_ns.append(self.host_ns)
+            yield self.host_ns * self._speed * 1e-6
+            self.host_ns += self._rng.uniform(0, 20_000)
+
+
+@pytest.mark.parametrize("ppm", [5, -5, 30, -30, 100, -100])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_error_covers_what_the_clocks_drift_apart(
+    ppm: int, seed: int, cuda: Cuda, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over some anchors, at any age; once there are two the error is microseconds."""
+    clock, rng = Drifting(ppm, seed), random.Random(seed)
+    monkeypatch.setattr("headrace.engine.cuda.time.monotonic_ns", clock.monotonic_ns)
+    monkeypatch.setattr(
+        RawEvent,
+        "elapsed_time",
+        lambda begun, ended: float(torch.tensor(ended.at_ms - begun.at_ms, dtype=torch.float32)),
+    )
+    cuda.clock_ms = iter(clock)
+    device = CudaDevice(1, cuda, runtime)
+    first = device._anchor
+    errors_ns = {True: [0], False: [0]}
+    for _ in range(40):
+        event = device.record(device.compute)
+        happened_ns = clock.recorded_ns[-1]
+        times = device.times(event, event)
+        assert abs(times.begun_ns - happened_ns) <= times.error_ns
+        errors_ns[event.anchor is first].append(times.error_ns)
+        clock.host_ns += rng.uniform(0, 2_500_000_000)
+    assert max(errors_ns[True]) > 100_000
+    assert 1_000 < max(errors_ns[False]) < 150_000
+
+
+def test_a_device_whose_clock_stood_still_has_no_rate(
+    cuda: Cuda, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ns = [0]
+    on_a_clock(monkeypatch, (now_ns[0] for _ in itertools.count()))
+    cuda.clock_ms = itertools.repeat(3.0)
+    device = CudaDevice(1, cuda, runtime)
+    now_ns[0] = ANCHOR_AGE_NS + 1
+    anchor = device.record(device.compute).anchor
+    assert (anchor.rate, anchor.rate_error) == (1.0, UNKNOWN_DRIFT)
 
 
 # Opening.

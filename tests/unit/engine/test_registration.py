@@ -62,6 +62,24 @@ def test_a_failure_takes_the_last_error_away_and_counts() -> None:
     assert registrations.nbytes == 8192
 
 
+@pytest.mark.parametrize("status", [1, 801])
+def test_a_flag_that_is_not_taken_is_counted_apart(status: int) -> None:
+    """It is expected of some drivers, and the caller tries again without."""
+    calls = Calls(register=status)
+    registrations = Registrations(calls)
+    with pytest.raises(PinFailed):
+        registrations.register(4096, 8192, read_only=True)
+    assert calls.log[-1] == ("take",)
+    assert (registrations.failures, registrations.refused_read_only) == (0, 1)
+    with pytest.raises(PinFailed):
+        registrations.register(4096, 8192, read_only=False)
+    assert (registrations.failures, registrations.refused_read_only) == (1, 1)
+    calls.register = 2
+    with pytest.raises(PinFailed):
+        registrations.register(4096, 8192, read_only=True)
+    assert (registrations.failures, registrations.refused_read_only) == (2, 1)
+
+
 def test_what_is_registered_is_not_registered_again() -> None:
     registrations = Registrations(Calls())
     registrations.register(4096, 8192, read_only=False)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from headrace.backends.base import CopyTuning
+from headrace.backends.copy_probe import CHUNKS, choose
 from headrace.ids import ImportId
 from headrace.protocol.owner import Owner
 from headrace.runtime.importing import (
@@ -19,7 +20,9 @@ from headrace.runtime.importing import (
     Importing,
 )
 
-COPIES = CopyTuning(chunk_nbytes=400, in_flight_nbytes=2000, shared_in_flight_nbytes=800)
+COPIES = CopyTuning(
+    chunk_nbytes=400, shared_chunk_nbytes=200, in_flight_nbytes=2000, shared_in_flight_nbytes=800
+)
 
 
 @dataclass
@@ -71,19 +74,20 @@ def test_a_device_is_fed_as_it_was_measured(decoding: bool) -> None:
     subject = importing(machine, copies=COPIES)
     earn(subject)
     begin(subject, decoding=decoding)
-    assert set(machine.begun) == {400}
+    chunk = COPIES.shared_chunk_nbytes if decoding else COPIES.chunk_nbytes
+    assert set(machine.begun) == {chunk}
     room = COPIES.shared_in_flight_nbytes if decoding else COPIES.in_flight_nbytes
     assert sum(machine.begun) == room
     begin(subject, decoding=decoding)
     assert sum(machine.begun) == room
     machine.flights.pop(ImportId(1))
     begin(subject, decoding=decoding)
-    assert sum(machine.begun) == room + 400
+    assert sum(machine.begun) == room + chunk
 
 
 def test_one_piece_is_always_begun() -> None:
     machine = Machine()
-    begin(importing(machine, copies=CopyTuning(400, 1, 1)))
+    begin(importing(machine, copies=CopyTuning(400, 400, 1, 1)))
     assert machine.begun == [400]
 
 
@@ -110,6 +114,21 @@ def test_flights_are_bounded_in_number() -> None:
     machine = Machine()
     begin(importing(machine, chunk_nbytes=1))
     assert len(machine.flights) == MAX_FLIGHTS
+
+
+@pytest.mark.parametrize("rate", [10.0**n for n in range(5, 13)])
+@pytest.mark.parametrize("decoding", [False, True])
+def test_their_bound_is_beyond_what_a_measured_link_has_in_flight(
+    rate: float, decoding: bool
+) -> None:
+    machine = Machine()
+    copies = choose({(chunk, 4): rate for chunk in CHUNKS})
+    subject = importing(machine, copies=copies, budget_nbytes=1 << 40)
+    earn(subject)
+    begin(subject, decoding=decoding)
+    room = copies.shared_in_flight_nbytes if decoding else copies.in_flight_nbytes
+    assert room <= sum(machine.begun)
+    assert len(machine.begun) <= MAX_FLIGHTS // 2
 
 
 def test_a_turn_has_a_budget_and_ears() -> None:

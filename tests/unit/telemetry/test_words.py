@@ -139,8 +139,8 @@ def test_kernels_are_claimed_from_two_device_clocks_beyond_their_errors() -> Non
     told = report(on_devices())
     assert overlap(told) == (
         "kernel overlap",
-        "0.400 ms of importing while the source computed (device events of both sides, each "
-        "stretch within 10.0 us; shorter ones are not counted)",
+        "0.400 ms of importing while the source computed (between device events of both sides, "
+        "gaps between kernels included, each stretch within 10.0 us; shorter ones are not counted)",
     )
     written = as_object(told)
     assert (written["evidence"], written["kernel_overlap_s"]) == ("device", 0.0004)
@@ -151,8 +151,9 @@ def test_an_overlap_within_its_error_is_no_claim() -> None:
     told = report(on("device", streamed(), "compute", "import", error_us=100))
     assert overlap(told) == (
         "device overlap",
-        "0.400 ms of importing while the source computed (device events of both sides, but no "
-        "stretch beyond its error: nothing is claimed about kernels)",
+        "0.400 ms of importing while the source computed (between device events of both sides, "
+        "gaps between kernels included, but no stretch beyond its error: nothing is claimed about "
+        "kernels)",
     )
     assert as_object(told)["kernel_overlap_s"] is None
     assert as_object(told)["overlap_s"] == 0.0004
@@ -180,7 +181,8 @@ def test_two_devices_that_took_turns() -> None:
     run = on_devices(owner=(at("import", 3_300, 3_400, clock="device", error_ns=5),))
     assert overlap(report(run)) == (
         "device overlap",
-        "0.000 ms of importing while the source computed (device events of both sides)",
+        "0.000 ms of importing while the source computed (between device events of both sides, "
+        "gaps between kernels included)",
     )
     assert as_object(report(run))["kernel_overlap_s"] is None
 

@@ -678,7 +678,114 @@ def test_times_are_the_hosts_within_the_error() -> None:
     until_done(ended)
     times = bench.device.times(begun, ended)
     assert times.ended_ns - times.begun_ns == 1000
-    assert abs(times.begun_ns - 1_000_000) <= times.error_ns
+    assert abs(times.begun_ns - 1_000_000) <= times.error_ns <= 2001
+
+
+@pytest.mark.parametrize("ppm", [5, -5, 20, -30, 100, -100])
+def test_the_error_covers_what_its_clock_drifts(ppm: int) -> None:
+    """At any time since the clocks were compared last, which shows in what is told."""
+    for seed in range(4):
+        now_ns = [10**12]
+        bench = Bench(seed=seed, drift_ppm=ppm, now_ns=lambda now_ns=now_ns: now_ns[0])
+        offs = []
+        for _ in range(20):
+            event = bench.mark()
+            event.wait()
+            times = bench.device.times(event, event)
+            offs.append(times.begun_ns - now_ns[0])
+            assert abs(offs[-1]) <= times.error_ns
+            now_ns[0] += 612_345_678
+        assert max(offs) - min(offs) > abs(ppm) * 3_000
+
+
+def test_its_clock_drifts_unless_told_otherwise() -> None:
+    now_ns = [0]
+    bench = Bench(now_ns=lambda: now_ns[0])
+    told = []
+    for _ in range(2):
+        event = bench.mark()
+        event.wait()
+        told.append(bench.device.times(event, event))
+        now_ns[0] += 1_000_000_000
+    assert told[1].begun_ns - told[0].begun_ns == 1_000_020_000
+    assert told[1].error_ns == told[0].error_ns + 20_000
+
+
+# The host waits.
+
+
+def brought(memory: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Ways to have a value of the device, or to give it one, that hold the host up."""
+    ordinary = torch.ones(4)
+    cells = memory.view(torch.float32)[:4]
+    return {
+        "item": lambda: cells[0].item(),
+        "bool": lambda: bool(cells[0] > 1),
+        "equal": lambda: torch.equal(cells, cells),
+        "nonzero": lambda: cells.nonzero(),
+        "cpu": lambda: cells.cpu(),
+        "tolist": lambda: cells.tolist(),
+        "to": lambda: cells.to("cpu"),
+        "to with a type": lambda: cells.to(device="cpu", dtype=torch.float16),
+        "down": lambda: ordinary.copy_(cells),
+        "up": lambda: cells.copy_(ordinary),
+    }
+
+
+@pytest.mark.parametrize("how", brought(torch.empty(64, dtype=torch.uint8)))
+@pytest.mark.parametrize("inferring", [False, True])
+def test_a_torch_call_that_holds_the_host_up_is_counted(how: str, inferring: bool) -> None:
+    """In inference mode torch tells of other calls than without."""
+    bench = Bench()
+    call = brought(bench.memory)[how]
+    with bench.device.on_compute(), torch.inference_mode(inferring):
+        bench.memory.view(torch.float32).fill_(2.0)
+        before = bench.device.counts["host_waits"]
+        call()
+        assert bench.device.counts["host_waits"] == before + 1
+    assert not bench.device.faults
+
+
+@pytest.mark.parametrize("how", ["cpu", "to", "down"])
+def test_a_kernel_on_another_stream_that_holds_the_host_up_is_counted(how: str) -> None:
+    bench = Bench()
+    bench.up(Host())
+    before = bench.device.counts["host_waits"]
+    call = brought(bench.memory)[how]
+
+    def kernels() -> None:
+        bench.memory.add_(1)  # is carried out before the host goes on
+        call()
+
+    bench.device.launch(bench.side, kernels)
+    assert bench.device.counts["host_waits"] == before + 1
+    bench.device.hold_up(bench.side)
+    bench.device.record(bench.side)
+    with pytest.raises(HostWaits, match="the host waits"):
+        bench.device.launch(bench.side, kernels)
+
+
+def test_what_stays_on_the_device_holds_nobody_up() -> None:
+    bench, ordinary = Bench(), torch.ones(4)
+    with bench.device.on_compute():
+        before = bench.device.counts["host_waits"]
+        cells = bench.memory.view(torch.float32).fill_(2.0)
+        cells[:4].copy_(cells[4:8])
+        assert cells.to(torch.float16).dtype is torch.float16
+        cells.to(cells.device)
+        assert ordinary.to("cpu").tolist() == [1.0] * 4
+        assert ordinary.sum().item() == 4
+        assert bench.device.counts["host_waits"] == before + 1  # what is made here is the device's
+
+
+def test_what_was_brought_to_the_host_is_the_hosts() -> None:
+    bench = Bench()
+    with bench.device.on_compute():
+        cells = bench.memory.view(torch.float32).fill_(2.0)
+        landed = cells.to("cpu")
+        cells.fill_(3.0)
+    assert set(landed.tolist()) == {2.0}
+    assert not bench.device.is_device(landed)
 
 
 def test_an_event_that_is_not_done_has_no_time() -> None:

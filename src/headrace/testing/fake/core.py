@@ -14,7 +14,7 @@ from headrace.engine.device import Event, Stream
 from headrace.engine.registration import Registrations
 from headrace.errors import DeviceError, LocalProtocolError
 from headrace.testing.fake.memory import Memory, poison
-from headrace.testing.fake.queues import Mark, Queue, Queues, Work, join
+from headrace.testing.fake.queues import Mark, Queue, Queues, Work
 from headrace.testing.fake.ranges import Ranges, joined, of_tensor
 from headrace.testing.fake.registration import FakeRegistrationCalls, PinFails
 from headrace.testing.fake.torch_calls import Kernel, Tensors
@@ -67,7 +67,8 @@ class Core:
 
         `memory_nbytes`: all that `empty` gives. `all_pinned`: take all host memory for registered,
         so that no copy of it is staged. `failing_copy`: the number of the copy, from 1, at which
-        the device fails. `drift_ppm`: by how much its clock gains on the host's. `faults`: what it was shown. `counts`: what it did since it was made.
+        the device fails. `drift_ppm`: by how much its clock gains on the host's. `faults`: what it
+        was shown. `counts`: what it did since it was made.
         """
         self.name = name
         self.faults: list[str] = []
@@ -121,11 +122,13 @@ class Core:
         self._sound()
 
     def host_waits(self, queue: Queue) -> None:
-        """A torch call hands bytes between a stream's memory and the host, which waits for it."""
+        """A torch call hands bytes between a stream's memory and the host, which waits for it.
+
+        Nothing is ordered by that: what needs an order must not get it from such a call.
+        """
         self._enter()
         self.counts["host_waits"] += 1
         self._queues.flush(queue)
-        join(self._queues.host, queue.clock)
         self._sound()
 
     def carried_out(self, queue: Queue, what: str, reads: Tensors, writes: Tensors) -> None:

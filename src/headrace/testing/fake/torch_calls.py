@@ -26,7 +26,8 @@ Kernel = Callable[[], object]
 Tensors = Sequence[torch.Tensor]
 
 _READS_VALUES: Final = frozenset(
-    ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select")
+    f"aten::{name}"
+    for name in ("item", "is_nonzero", "_local_scalar_dense", "equal", "nonzero", "masked_select")
 )
 """Calls that give the host a value of the device, or need one for the shape of what they make."""
 
@@ -54,7 +55,7 @@ class ToHost(TorchFunctionMode):
     """Brings tensors of the device to the host where they are asked for by name."""
 
     def __init__(self, calls: Calls) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._calls = calls
 
     def __torch_function__(
@@ -63,9 +64,9 @@ class ToHost(TorchFunctionMode):
         kwargs = kwargs or {}
         if not _is_to_host(func, args, kwargs) or not self._calls.is_device(args[0]):
             return func(*args, **kwargs)
-        self._calls.host_waits()
-        self._calls.before(str(func), args[:1], ())
-        with _disable_current_modes():
+        with _disable_current_modes():  # what is carried out now is not queued once more
+            self._calls.host_waits()
+            self._calls.before(str(func), args[:1], ())
             return func(args[0].clone(), *args[1:], **kwargs)
 
 

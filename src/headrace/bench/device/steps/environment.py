@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from headrace.engine.gpu_users import smi
 from headrace.bench.device.place import Place
 from headrace.engine.capacity import available_nbytes
+from headrace.engine.gpu_users import smi
 
 _SMI_FIELDS: Final = (
     "name",
