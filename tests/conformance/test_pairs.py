@@ -73,6 +73,7 @@ class TestReplayCpuOneLane(TestReplayCpu):
     lanes = 1
 
 
+@pytest.mark.full_matrix
 class TestReplayCpuBatch(TestReplayCpu):
     """All that a pair must keep while its entries decode in one forward."""
 
@@ -102,6 +103,7 @@ class TestReplayCudaOnFake(PairConformance):
         return decoder
 
 
+@pytest.mark.full_matrix
 class TestReplayTokenMajorCudaOnFakeOneLane(TestReplayCudaOnFake):
     """Cells that are laid out on the device, and slabs that cannot be pinned."""
 

@@ -28,7 +28,6 @@ from headrace.backends.load import open_decoder, prefill_engine_of
 from headrace.bench.families import random_prompt
 from headrace.bench.rows import RowFile, busy_share
 from headrace.bench.stand import Stand, finished, load_1min, pairing_facts
-from headrace.engine.lanes import lane_nbytes
 from headrace.engine.text import max_positions_of
 from headrace.errors import Refused
 from headrace.runtime.requests import Request, RequestOptions
@@ -176,7 +175,7 @@ def _open(settings: Settings, kind: str) -> Stand:
 def _decoder(settings: Settings, options: dict[str, Any]) -> Decoder:
     held = {"lanes": LANES, "context": settings.context}
     probe = open_decoder("cpu", options | {"lanes": 1, "context": settings.context})
-    one = lane_nbytes(probe.manifest().layers, settings.context)
+    one = probe.statistics()["nbytes"]
     probe.close()
     # The tails of sliding layers are at most what a lane's memory has of them.
     return open_decoder("cpu", options | held | {"keep_nbytes": 2 * KEPT * one})
