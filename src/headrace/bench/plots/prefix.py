@@ -18,7 +18,7 @@ def figure(rows: list[dict[str, Any]]) -> Figure:
     from matplotlib.figure import Figure
 
     shown = [line for line in lines(rows) if not line.label.startswith("cold")]
-    names = [f"{line.kind}: {line.label}" for line in shown]
+    names = [f"{line.kind}, {line.rest} more: {line.label}" for line in shown]
     drawn = Figure(figsize=(8, 0.34 * len(shown) + 1.5), layout="constrained")
     axes = drawn.subplots()
     axes.barh(
@@ -37,5 +37,5 @@ def figure(rows: list[dict[str, Any]]) -> Figure:
     axes.set_xlabel("TTFT, of a cold one of the same repeat (dotted: goal of a repeated prompt)")
     first = shown[0] if shown else None
     if first is not None:
-        axes.set_title(f"{first.model}, {first.prompt_tokens} tokens and {first.rest} more")
+        axes.set_title(f"{first.model}, {first.prompt_tokens} tokens")
     return drawn
