@@ -38,6 +38,7 @@ from headrace.backends.stepping import decode_lanes
 from headrace.engine.batching import Batching
 from headrace.engine.cuda import open_device
 from headrace.engine.device import Device, Rows
+from headrace.engine.gpu_users import users
 from headrace.engine.layers import manifest
 from headrace.engine.loading import LoadedModel, load_model
 from headrace.errors import Closed, Refused
@@ -101,6 +102,16 @@ def open(config: Mapping[str, Any]) -> CudaDecoder:
     except BaseException:
         device.close()
         raise
+
+
+def occupants(config: Mapping[str, Any]) -> list[str]:
+    """One sentence for each other user of the GPU that these options name.
+
+    Raises:
+        Refused: an option is unknown or wrong.
+        BackendUnavailable: there is no such GPU here.
+    """
+    return users(read_options(config, Options, "cuda").device)
 
 
 class CudaDecoder(KeepsInLanes):

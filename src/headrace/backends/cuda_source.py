@@ -22,6 +22,7 @@ from headrace.backends.takers import taker_of
 from headrace.backends.torch import check_asked
 from headrace.engine.cuda import open_device
 from headrace.engine.device import Device
+from headrace.engine.gpu_users import users
 from headrace.engine.layers import manifest
 from headrace.engine.loading import LoadedModel, load_model
 from headrace.engine.prefill import run_prefill
@@ -67,6 +68,16 @@ def open(config: Mapping[str, Any]) -> CudaEngine:
     except BaseException:
         device.close()
         raise
+
+
+def occupants(config: Mapping[str, Any]) -> list[str]:
+    """One sentence for each other user of the GPU that these options name.
+
+    Raises:
+        Refused: an option is unknown or wrong.
+        BackendUnavailable: there is no such GPU here.
+    """
+    return users(read_options(config, Options, "cuda").device)
 
 
 class CudaEngine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 from typing import Final
 
 from headrace.engine.cuda import open_device
@@ -51,15 +52,24 @@ def users(index: int = 0) -> list[str]:
 def of_smi(processes: list[list[str]], memory: list[list[str]], uuid: str) -> list[str]:
     """What nvidia-smi tells of one GPU's users; a process in another container is not listed.
 
-    `processes`: uuid, pid, name, MiB. `memory`: uuid, MiB, with this process's own context.
+    `processes`: uuid, pid, name, MiB. `memory`: uuid, MiB, with this process's own context. This
+    process, its parent and what these started are no others: an owner and its sources may share a
+    GPU. Where one of them is listed, all are, and memory tells nothing more.
     """
-    found = [
-        f"process {cells[1]} ({cells[2]}) uses {cells[3]} MiB of it"
-        for cells in processes
-        if len(cells) == 4 and cells[0] == uuid and cells[1] != str(os.getpid())
-    ]
-    for cells in memory:
+    listed = [cells for cells in processes if len(cells) == 4 and cells[0] == uuid]
+    others = [cells for cells in listed if not _is_ours(cells[1])]
+    found = [f"process {cells[1]} ({cells[2]}) uses {cells[3]} MiB of it" for cells in others]
+    for cells in [] if listed else memory:
         counted = len(cells) == 2 and cells[0] == uuid and cells[1].isdecimal()
         if not found and counted and int(cells[1]) << 20 > IDLE_NBYTES:
             found.append(f"{cells[1]} MiB of it are in use, by whom nvidia-smi does not tell")
     return found
+
+
+def _is_ours(pid: str) -> bool:
+    family = {str(os.getpid()), str(os.getppid())}
+    try:
+        stat = Path("/proc", pid, "stat").read_text()
+    except OSError:  # it has ended, or is another container's
+        return pid in family
+    return pid in family or stat.rpartition(")")[2].split()[1] in family
