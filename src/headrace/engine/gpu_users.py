@@ -37,14 +37,12 @@ def users(index: int = 0) -> list[str]:
 
     device = open_device(index)  # says what is missing, if something is
     uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-    found = of_smi(
-        smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory"),
-        smi("--query-gpu=uuid,memory.used"),
-        uuid,
-    )
+    processes = smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
+    memory = smi("--query-gpu=uuid,memory.used")
+    found = of_smi(processes, memory, uuid)
     free, total = torch.cuda.mem_get_info(index)
     device.close()
-    if not found and total - free > IDLE_NBYTES:
+    if not (processes or memory) and total - free > IDLE_NBYTES:  # there is no nvidia-smi
         found.append(f"{(total - free) / 1e9:.1f} GB of its {total / 1e9:.1f} GB are in use")
     return found
 
