@@ -18,6 +18,7 @@ from headrace.errors import Cancelled, LocalProtocolError, Refused
 from headrace.geometry import Emission
 from headrace.ids import Span
 from headrace.messages import Prefill
+from headrace.testing.sinks import region_bytes
 from tests.e2e.families import (
     CONTEXT,
     FAMILIES,
@@ -202,26 +203,23 @@ def test_token_major_slots_land_the_same(family: str) -> None:
 
 @hybrids
 def test_start_leaves_the_first_positions_alone(family: str) -> None:
+    """The others are those of a run from 0 that is cut there, by every route."""
     num_tokens, start = 43, 30
     prompt = make_prompt(num_tokens)
     for asked in (options("whole", num_tokens), *every_route(num_tokens, prefill_chunk=7)):
-        whole = prefill(
-            family, prompt, options("whole", num_tokens, prefill_chunk=asked.prefill_chunk)
-        )
-        sink = make_sink(source_of(family).manifest(), decoder_of(family).manifest(), asked)
-        before = Span(0, len(sink.plan.layers), 0, start)
-        if sink.plan.span_nbytes(before):
-            sink.coverage.add([before])
+        chunk = asked.prefill_chunk
+        cold = options("whole", num_tokens, prefill_chunk=chunk, cuts=(start,))
+        whole = prefill(family, prompt, cold)
+        told = msgspec.structs.replace(asked, start=start, cuts=(start,))
+        sink = make_sink(source_of(family).manifest(), decoder_of(family).manifest(), told)
         source_of(family).prefill_stream(prompt, sink, start)
         assert all(span.start >= start for spans in sink.spans for span in spans)
         after = Span(0, len(sink.plan.layers), start, num_tokens)
-        for copy in sink.plan.copies(after):
-            at, rows, nbytes, stride = copy.source
-            for row in range(rows):
-                first = at + row * stride
-                assert (
-                    sink.buffer[first : first + nbytes] == whole.buffer[first : first + nbytes]
-                ), asked
+        ours, theirs = sink.plan.copies(after), whole.plan.copies(after)
+        for one, other in zip(ours, theirs, strict=True):
+            assert region_bytes(sink.buffer, one.source) == region_bytes(
+                whole.buffer, other.source
+            ), asked
 
 
 def test_cancelled_wherever_it_comes() -> None:
