@@ -124,6 +124,7 @@ def test_a_model_of_full_size_has_the_shapes_of_its_name(name: str) -> None:
     assert f"model.layers.{len(wanted.kinds)}.self_attn.k_proj.weight" not in shapes
 
 
+@pytest.mark.full_matrix
 def test_exactness_compares_every_route_with_whole(place: Place) -> None:
     rows = run(place, "exactness")
     assert all(row["identical"] for row in rows)
@@ -634,7 +635,7 @@ def test_the_text_names_every_step_and_every_goal() -> None:
 
 # The script, end to end.
 
-ASKED = ("environment", "models", "check-torch", "curve", "trace", "plots")
+ASKED = ("environment", "models", "trace", "plots")
 
 
 def script(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -654,9 +655,9 @@ def test_the_script_runs_dry_from_a_clone(tmp_path: Path) -> None:
     assert [each["step"] for each in summary["steps"]] == list(ASKED)
     assert {each["state"] for each in summary["steps"]} == {"done"}, done.stdout
     words = {each["name"]: each["word"] for each in summary["goals"]}
-    assert words["torch -> cuda keeps the rules"] == "met"
+    assert words["torch -> cuda keeps the rules"] == "not run"
     assert set(words.values()) <= {"met", "not run"}
-    for name in ("environment", "check-torch", "curve", "trace"):
+    for name in ("environment", "trace"):
         first = json.loads((folder / f"{name}.jsonl").read_text().splitlines()[0])
         assert first["settings"] == {"step": name, "device": "fake"}
         assert "commit" in first["stamp"]

@@ -93,6 +93,7 @@ class TestCudaOnFakeHybrid(TestCudaOnFakeLlama):
     lengths: ClassVar[Sequence[int]] = (1, 15, 16, 17, 40)
 
 
+@pytest.mark.full_matrix
 class TestCudaOnFakePageable(TestCudaOnFakeLlama):
     family: ClassVar[str] = "gemma3"
     lengths: ClassVar[Sequence[int]] = (17, 40)
@@ -105,6 +106,7 @@ class TestCudaOnFakeBfloat16(TestCudaOnFakeLlama):
     lengths: ClassVar[Sequence[int]] = (1, 40)
 
 
+@pytest.mark.full_matrix
 class TestCudaOnFakeOneLane(TestCudaOnFakeLlama):
     lanes: ClassVar[int] = 1
     lengths: ClassVar[Sequence[int]] = (1, 40)
@@ -142,6 +144,7 @@ class TestCpuBatchExperts(TestCpuBatch):
     lengths: ClassVar[Sequence[int]] = (1, 40)
 
 
+@pytest.mark.full_matrix
 class TestCudaOnFakeBatched(TestCudaOnFakeLlama):
     family: ClassVar[str] = "gemma3"
     lengths: ClassVar[Sequence[int]] = (16, 40)

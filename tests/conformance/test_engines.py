@@ -99,6 +99,7 @@ class TestCudaOnFakeHybrid(TestCudaOnFakeLlama):
     prefill_chunks: ClassVar[Sequence[int]] = (0, 20)
 
 
+@pytest.mark.full_matrix
 class TestCudaOnFakePageable(TestCudaOnFakeLlama):
     """No host memory is registered: a copy holds the host up, and all else is the same."""
 

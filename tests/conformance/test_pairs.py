@@ -67,6 +67,7 @@ class TestReplayCpu(PairConformance):
         return decoder
 
 
+@pytest.mark.full_matrix
 class TestReplayCpuOneLane(TestReplayCpu):
     family = "llama"
     dtype = "bfloat16"

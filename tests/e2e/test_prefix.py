@@ -23,7 +23,7 @@ from headrace.runtime.reuse import Speeds
 from headrace.runtime.worker import SourceHandle
 from tests.e2e.families import CONTEXT, directory_of, make_prompt
 
-FAMILIES = ["llama", "gemma3", "gemma4_shared", "exaone4"]
+FAMILIES = ["llama", "gemma3", "gemma4_shared"]
 OwnerOf: TypeAlias = Callable[..., DecoderOwner]
 
 KEPT = 8  # prompts that fit beside the lanes
