@@ -24,7 +24,8 @@ check: $(VENV)/.test
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.own_coverage
 
-# The whole exactness matrix on the two real models; most of an hour on two cores.
+# The whole exactness matrix on the two real models, and the slow doubles of the suites; more than an
+# hour on two cores.
 full-matrix: $(VENV)/.test
 	$(BIN)/python -m pytest -m full_matrix --timeout 7200
 
