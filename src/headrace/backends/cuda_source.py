@@ -14,12 +14,12 @@ import torch
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from headrace.backends.asked import check_asked
 from headrace.backends.base import HostRange, PrefillSink
 from headrace.backends.device_carrier import DeviceCarrier, LogitsMemory
 from headrace.backends.options import read_options
 from headrace.backends.pinning import Pins
 from headrace.backends.takers import taker_of
-from headrace.backends.torch import check_asked
 from headrace.engine.cuda import open_device
 from headrace.engine.device import Device
 from headrace.engine.gpu_users import users

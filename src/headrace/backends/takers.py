@@ -6,18 +6,16 @@ its cache update, are carried there and committed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import assert_never
 
 import torch
 
-from headrace.backends.base import PrefillSink, SpanWriter
+from headrace.backends.base import PrefillSink
 from headrace.backends.carriers import Carrier, HostCarrier
+from headrace.backends.groups import Group, LayerGroups, cut
 from headrace.engine.prefill import States, TakenCache, Taker
 from headrace.geometry import Full, Sliding
 from headrace.ids import Span
-from headrace.plan import Plan
 
 
 def taker_of(sink: PrefillSink, start: int, carrier: Carrier | None = None) -> _Streamed | _Kept:
@@ -37,22 +35,6 @@ def taker_of(sink: PrefillSink, start: int, carrier: Carrier | None = None) -> _
             assert_never(unknown)
 
 
-@dataclass
-class _Batch:
-    """The spans of one layer group and one transfer chunk, announced together."""
-
-    spans: tuple[Span, ...]
-    writer: SpanWriter | None = None
-
-
-@dataclass
-class _Group:
-    """One layer group of the positions being computed; final when layer `last` is."""
-
-    last: int
-    batches: list[_Batch] = field(default_factory=list)
-
-
 class _Streamed(Taker):
     """Each layer is carried at its cache update, each layer group committed with its last layer."""
 
@@ -61,32 +43,13 @@ class _Streamed(Taker):
     def __init__(self, sink: PrefillSink, start: int, carrier: Carrier) -> None:
         self._sink = sink
         self._carrier = carrier
-        self._start = start
-        plan, options = sink.plan, sink.options
-        size = options.group_layers or len(plan.layers)
-        self._layer_groups = plan.layer_groups(size, options.emission)
+        self._layer_groups = LayerGroups(sink, start)
         self._computed = 0
-        self._group_of: dict[int, _Group] = {}
+        self._group_of: dict[int, Group] = {}
 
     def begin(self, start: int, stop: int) -> None:
         self._computed = start
-        self._group_of = {}
-        plan = self._sink.plan
-        for runs in self._layer_groups:
-            members = [
-                layer
-                for run in runs
-                for layer in run
-                if _has_cells(plan, layer, max(start, self._start), stop)
-            ]
-            if members:
-                group = _Group(members[-1])
-                for first, last in _cut(self._sink, max(start, self._start), stop):
-                    spans = (Span(run.start, run.stop, first, last) for run in runs)
-                    batch = tuple(span for span in spans if plan.span_nbytes(span))
-                    if batch:
-                        group.batches.append(_Batch(batch))
-                self._group_of.update(dict.fromkeys(members, group))
+        self._group_of = self._layer_groups.of(start, stop)
 
     def take(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._carrier.computed()
@@ -145,7 +108,7 @@ class _Kept(Taker):
                 if isinstance(layer.kind, Full):
                     self._full[layer.index] = cache.states(layer.index)
         if self._by_chunk:
-            for first, last in _cut(self._sink, max(start, self._start), stop):
+            for first, last in cut(self._sink, max(start, self._start), stop):
                 self._emit(first, last)
             self._tails.clear()
             self._full.clear()
@@ -167,15 +130,3 @@ class _Kept(Taker):
             for start, states in self._tails.get(layer, ()):
                 self._carrier.carry(writer, layer, states, start)
         self._carrier.commit(writer)
-
-
-def _cut(sink: PrefillSink, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Positions [start, stop) by the transfer chunk."""
-    step = sink.options.chunk or max(1, stop - start)
-    for at in range(start, stop, step):
-        yield at, min(at + step, stop)
-
-
-def _has_cells(plan: Plan, layer: int, start: int, stop: int) -> bool:
-    lo, hi = plan.windows[layer]
-    return max(lo, start) < min(hi, stop)

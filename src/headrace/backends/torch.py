@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from headrace.backends.asked import check_asked
 from headrace.backends.base import PrefillSink
 from headrace.backends.options import read_options
 from headrace.backends.takers import taker_of
@@ -20,7 +21,7 @@ from headrace.engine.loading import LoadedModel, load_model
 from headrace.engine.own_cache import OwnCache
 from headrace.engine.prefill import Seed, run_prefill
 from headrace.engine.tensors import as_bytes
-from headrace.errors import Closed, LocalProtocolError, Refused
+from headrace.errors import Closed, Refused
 from headrace.geometry import Manifest, PrefixUse
 
 
@@ -140,23 +141,3 @@ class TorchEngine:
         sink.final(as_bytes(logits), ready_ns=ready_ns)
         for states in computed:  # only now: an attempt that was withdrawn leaves nothing
             self._own_cache.put(tokens, options.cuts, options.prefill_chunk, states)
-
-
-def check_asked(tokens: Sequence[int], sink: PrefillSink, start: int) -> None:
-    """Check that tokens, start, plan and grant are of one attempt.
-
-    Raises:
-        LocalProtocolError: they are not, or `start` is not the last place where the computation is
-            cut, so that the decoder's cells before it would be others than a cold run's.
-    """
-    plan, cuts = sink.plan, sink.options.cuts
-    if len(tokens) != plan.num_tokens or not 0 <= start < plan.num_tokens:
-        raise LocalProtocolError(
-            f"{len(tokens)} tokens from position {start}, the plan has {plan.num_tokens}"
-        )
-    if plan.start != start:
-        raise LocalProtocolError(f"asked from position {start}, the plan begins at {plan.start}")
-    if start and (not cuts or cuts[-1] != start):
-        raise LocalProtocolError(
-            f"asked from position {start}, which is not the last of the cuts {list(cuts)}"
-        )

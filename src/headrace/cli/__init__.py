@@ -15,6 +15,7 @@ from headrace.cli.check import check
 from headrace.cli.doctor import doctor
 from headrace.cli.models import models_app
 from headrace.cli.owner import owner_app
+from headrace.cli.rngd import rngd_app
 from headrace.cli.run import run
 from headrace.cli.run_options import RunOptions
 from headrace.cli.trace import trace
@@ -34,6 +35,7 @@ app.command(check)
 app.command(doctor)
 app.command(owner_app)
 app.command(models_app)
+app.command(rngd_app)
 app.command(bench_app)
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130

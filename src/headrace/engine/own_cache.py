@@ -13,7 +13,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from headrace.engine.prefill import Seed, States, needed_rows, pieces
+from headrace.engine.pieces import pieces
+from headrace.engine.prefill import Seed, States, needed_rows
 from headrace.errors import LocalProtocolError
 from headrace.geometry import Layer
 

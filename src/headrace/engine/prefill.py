@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -21,6 +20,7 @@ from transformers import DynamicCache
 
 from headrace.engine.layers import check_states
 from headrace.engine.loading import LoadedModel
+from headrace.engine.pieces import pieces
 from headrace.errors import LocalProtocolError
 from headrace.geometry import Layer, Sliding
 
@@ -51,26 +51,6 @@ def needed_rows(layer: Layer, num_tokens: int) -> int:
     if isinstance(layer.kind, Sliding):
         return min(num_tokens, layer.kind.window - 1)
     return num_tokens
-
-
-def pieces(num_tokens: int, prefill_chunk: int, cuts: Sequence[int] = ()) -> list[tuple[int, int]]:
-    """The half-open ranges of positions that are computed at once.
-
-    `prefill_chunk` positions each, 0 for all, counted anew from each of `cuts`.
-
-    Raises:
-        LocalProtocolError: `cuts` do not ascend, or one lies outside the prompt.
-    """
-    edges = [0, *cuts, num_tokens]
-    if any(stop <= start for start, stop in pairwise(edges)):
-        raise LocalProtocolError(
-            f"cuts at {list(cuts)} of {num_tokens} tokens; each must lie inside, and they ascend"
-        )
-    ranges = []
-    for first, last in pairwise(edges):
-        step = prefill_chunk or last - first
-        ranges += [(at, min(at + step, last)) for at in range(first, last, step)]
-    return ranges
 
 
 class Taker(Protocol):

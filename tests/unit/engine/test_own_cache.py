@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from headrace.backends import torch as torch_backend
 from headrace.engine.loading import LoadedModel
 from headrace.engine.own_cache import OwnCache, shortened
-from headrace.engine.prefill import Seed, needed_rows, pieces
+from headrace.engine.pieces import pieces
+from headrace.engine.prefill import Seed, needed_rows
 from headrace.errors import Cancelled, LocalProtocolError
 from headrace.geometry import Full, Kind, Layer, Part, Shared, Sliding
 from headrace.messages import Route

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from headrace.engine.loading import LoadedModel, load_model
-from headrace.engine.prefill import Seed, TakenCache, needed_rows, pieces, run_prefill
+from headrace.engine.pieces import pieces
+from headrace.engine.prefill import Seed, TakenCache, needed_rows, run_prefill
 from headrace.errors import LocalProtocolError
 from headrace.geometry import Layer, Sliding
 from headrace.messages import Route

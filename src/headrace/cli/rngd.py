@@ -1,0 +1,173 @@
+"""`headrace rngd`: make the environment of FuriosaAI's RNGD source, and probe a card."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from rich.console import Console
+
+from headrace.cli.arguments import check_count, check_output
+from headrace.engine import environments
+from headrace.engine.environment_making import make
+from headrace.engine.environments import RNGD
+from headrace.engine.rngd import preflight
+from headrace.engine.rngd.probes import COMPILER
+from headrace.errors import BackendUnavailable, HeadraceError, Refused
+
+PROBE_MODULE = "headrace.engine.rngd.probe"
+CARDS = 1024
+TOLD_COLUMNS = 72
+
+rngd_app = App(
+    name="rngd",
+    help="Make the environment of the RNGD source; probe a card.",
+    version_flags=[],
+)
+
+
+@rngd_app.command
+def setup(
+    *,
+    directory: Path | None = None,
+    python: str | None = None,
+    dry_run: Annotated[bool, Parameter(name="--dry-run", negative="")] = False,
+) -> int:
+    """Make a virtual environment with FuriosaAI's packages, for the RNGD source alone.
+
+    It needs no card: the same packages run the kernels on a CPU. Nothing outside of the directory
+    is changed.
+
+    Parameters
+    ----------
+    directory
+        Where it is made, by default in headrace's cache.
+    python
+        The interpreter that it is made with, by default this one.
+    dry_run
+        Say what would be done, and do nothing.
+    """
+    default = environments.default_directory(RNGD)
+    directory = default if directory is None else directory.expanduser().absolute()
+    console = Console(stderr=True, highlight=False)
+    environments.check_directory(RNGD, directory)
+    if environments.is_complete(RNGD, directory):
+        console.print(f"{directory} is complete", soft_wrap=True, markup=False)
+        return 0
+    facts = environments.look_at(python or sys.executable)
+    environments.check_python(RNGD, facts)
+    for line in _announced(directory, facts):
+        console.print(line, soft_wrap=True, markup=False)
+    environments.check_room(RNGD, directory)
+    if dry_run:
+        return 0
+    with console.status("making the environment") as status:
+        interpreter = make(
+            RNGD,
+            directory,
+            facts.path,
+            told=lambda line: status.update(_short(line)),
+            prove=_prove,
+        )
+    console.print(f"done: {interpreter}", soft_wrap=True, markup=False)
+    if directory != default:
+        text = f"to have it found, set: {RNGD.variable}={interpreter}"
+        console.print(text, soft_wrap=True, markup=False)
+    return 0
+
+
+def _announced(directory: Path, facts: environments.PythonFacts) -> list[str]:
+    """What is going to be done, and how big it is."""
+    python = ".".join(map(str, facts.version))
+    return [
+        f"{', '.join(RNGD.requirements)} and what they require go into {directory}, made with "
+        f"{facts.path} ({python}).",
+        f"About {RNGD.download_nbytes / 1e9:.1f} GB are downloaded and "
+        f"{RNGD.disk_nbytes / 1e9:.1f} GB stay on disk, as measured on {RNGD.measured_on}:",
+        *(f"  {part}" for part in RNGD.parts),
+        f"{RNGD.room_nbytes / 1e9:.1f} GB must be free meanwhile.",
+        f"To compile for a card needs {COMPILER} too, which is not installed by this (Debian and "
+        "Ubuntu: apt install gcc-aarch64-linux-gnu). A card's driver and firmware are the "
+        "vendor's system packages: https://developer.furiosa.ai/latest/en/get_started/"
+        "prerequisites.html",
+    ]
+
+
+def _short(line: str) -> str:
+    return line if len(line) <= TOLD_COLUMNS else f"{line[: TOLD_COLUMNS - 3]}..."
+
+
+def _prove(interpreter: str) -> None:
+    """Have the fresh environment show that it can emulate."""
+    try:
+        preflight.check(interpreter, emulate=True, timeout_s=300.0)
+    except BackendUnavailable as exc:
+        raise HeadraceError(f"all is installed, and it cannot be used: {exc}") from exc
+
+
+@rngd_app.command
+def probe(
+    *,
+    device: int = 0,
+    emulate: Annotated[bool, Parameter(negative="")] = False,
+    share_device: Annotated[bool, Parameter(negative="")] = False,
+    out: Path | None = None,
+    python: str | None = None,
+) -> int:
+    """Find out on a card what cannot be known without one, and write it down as a JSON record.
+
+    The RNGD source reads the record: it refuses layouts that were not verified on a card.
+
+    Parameters
+    ----------
+    device
+        N of the device furiosa:N.
+    emulate
+        Run what can be run on the CPU, to see that the probe works; it verifies no card.
+    share_device
+        Go on although another process uses the card.
+    out
+        The file of the record, by default in headrace's cache.
+    python
+        The interpreter of the source's environment, by default the one that setup made.
+    """
+    check_count("--device", device, least=0, limit=CARDS)
+    name = "emulated" if emulate else f"furiosa:{device}"
+    path = (out or environments.record_path(RNGD, name)).expanduser().absolute()
+    if out is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    check_output("--out", path)
+    interpreter = python or environments.find(RNGD)
+    preflight.check(interpreter, emulate=emulate, device=device, share=share_device)
+    command = [
+        *(interpreter, "-m", PROBE_MODULE, f"--device={device}", f"--out={path}"),
+        *(["--emulate"] if emulate else []),
+    ]
+    environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    status = subprocess.run(command, stdin=subprocess.DEVNULL, env=environ, check=False).returncode
+    if status != 0:
+        how = f"exit status {status}" if status > 0 else f"signal {-status}"
+        raise HeadraceError(f"the probe of {name} ended with {how}; what it said is above")
+    if not path.is_file():
+        raise HeadraceError(f"the probe of {name} wrote no record")
+    print(path)
+    return 0
+
+
+def interpreter_for(source: str, given: str | None, *, emulate: bool) -> str | None:
+    """The interpreter of a source's environment: the given one, or for rngd the one that setup
+    made.
+
+    Raises:
+        Refused: emulate is for rngd only.
+        BackendUnavailable: there is no environment for rngd.
+    """
+    if emulate and source != RNGD.name:
+        raise Refused(f"--emulate is for --source rngd, and it is {source}; leave one out")
+    if given is not None or source != RNGD.name:
+        return given
+    return environments.find(RNGD)

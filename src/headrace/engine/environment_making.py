@@ -1,0 +1,208 @@
+"""Making a vendor's environment, with the vendor's packages as the user's own pip finds them.
+
+All that it writes lies in the environment's directory, pip's temporary files too. One that was
+begun and not finished, by whatever end, is emptied and made anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from headrace.engine.convert import last_line
+from headrace.engine.environments import (
+    FRESH_MARKER,
+    LOCK,
+    LOOK_TIMEOUT_S,
+    MARKER,
+    PACKAGE,
+    Recipe,
+    check_directory,
+    interpreter_in,
+    read_marker,
+)
+from headrace.errors import HeadraceError, Refused
+from headrace.version import VERSION
+
+LOG: Final = "setup.log"
+POLL_S: Final = 0.5
+
+_TEMPORARY = "temporary"
+_ELSEWHERE = (
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE"),
+    *("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PIP_REQUIREMENT", "PIP_EDITABLE"),
+)
+"""Variables that would have pip take from, or install to, another place."""
+
+
+def make(
+    recipe: Recipe,
+    directory: Path,
+    python: str,
+    *,
+    told: Callable[[str], None] = lambda line: None,
+    prove: Callable[[str], None] = lambda interpreter: None,
+) -> str:
+    """Make the environment unless it is complete, and return its interpreter.
+
+    `told` gets what is done now, a line at a time. `prove` gets the interpreter when all is
+    installed; what it raises leaves the environment unfinished.
+
+    Raises:
+        Refused: the directory is not ours or another setup is at work in it.
+        HeadraceError: a step failed.
+    """
+    check_directory(recipe, directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    interpreter = str(interpreter_in(directory))
+    with _locked(directory) as lock:
+        facts: dict[str, Any] = {
+            "recipe": recipe.name,
+            "requirements": list(recipe.requirements),
+            "headrace": VERSION,
+        }
+        if not _only_the_link_is_wrong(recipe, directory):
+            _write_marker(directory, {**facts, "complete": False})
+            _empty(directory)
+            _install(recipe, directory, python, lock, told)
+        link = _link(interpreter)
+        prove(interpreter)
+        shutil.rmtree(directory / _TEMPORARY, ignore_errors=True)
+        _write_marker(directory, {**facts, "complete": True, "link": str(link)})
+    return interpreter
+
+
+def _only_the_link_is_wrong(recipe: Recipe, directory: Path) -> bool:
+    """Whether all is installed, and at most made by a headrace that lies elsewhere."""
+    marker = read_marker(directory) or {}
+    return (
+        bool(marker.get("complete"))
+        and marker.get("requirements") == list(recipe.requirements)
+        and interpreter_in(directory).exists()
+    )
+
+
+def _install(
+    recipe: Recipe, directory: Path, python: str, lock: int, told: Callable[[str], None]
+) -> None:
+    temporary = directory / _TEMPORARY
+    temporary.mkdir()
+    env = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
+    env["TMPDIR"] = str(temporary)  # gigabytes, and /tmp is often of memory
+    told("making the environment")
+    _run([python, "-m", "venv", str(directory)], directory, env, lock, told)
+    pip = [
+        *(str(interpreter_in(directory)), "-m", "pip", "install", "--no-input"),
+        "--no-cache-dir",  # the cache lies outside of the directory
+        "--only-binary=:all:",  # a source distribution would run its build
+        *("--disable-pip-version-check", "--progress-bar=off"),
+    ]
+    _run([*pip, *recipe.requirements], directory, env, lock, told)
+
+
+def _run(
+    command: list[str],
+    directory: Path,
+    env: dict[str, str],
+    lock: int,
+    told: Callable[[str], None],
+) -> None:
+    """Run a step and tell the last line of its log as it grows.
+
+    The child inherits the lock: should this process be killed, nobody else begins in the directory
+    before its last child has ended.
+    """
+    log_path = directory / LOG
+    with (
+        log_path.open("wb") as log,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=env,
+            pass_fds=(lock,),
+        ) as child,
+    ):
+        try:
+            while (status := _wait(child)) is None:
+                told(last_line(log_path))
+        finally:
+            child.kill()  # without effect once it has ended; else the setup was interrupted
+    if status != 0:
+        raise _failure(command, log_path)
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return child.wait(POLL_S)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _failure(command: list[str], log_path: Path) -> HeadraceError:
+    step = "pip" if "pip" in command else "venv"
+    log = log_path.read_text(errors="replace")
+    errors = [line for line in log.splitlines() if line.startswith("ERROR:")]
+    said = errors[-1].removeprefix("ERROR:").strip() if errors else last_line(log_path)
+    return HeadraceError(
+        f"{step} failed: {said} (all it said is in {log_path}); run the setup again when that is "
+        "mended"
+    )
+
+
+def _link(interpreter: str) -> Path:
+    """Link this headrace, and nothing beside it, into the environment: one version on both sides.
+
+    A path file would make all that lies beside it importable there, a foreign torch for one.
+    """
+    ask = [interpreter, "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    done = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=LOOK_TIMEOUT_S)
+    if done.returncode:
+        raise HeadraceError(f"{interpreter} does not run: {done.stderr.strip()[-200:]}")
+    link = Path(done.stdout.strip()) / PACKAGE.name
+    link.unlink(missing_ok=True)
+    link.symlink_to(PACKAGE.resolve(), target_is_directory=True)
+    return link
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[int]:
+    lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise Refused(
+                f"another setup is at work in {directory}; wait until it has ended, then run this "
+                "again"
+            ) from exc
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _empty(directory: Path) -> None:
+    for path in directory.iterdir():
+        if path.name in (MARKER, LOCK):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _write_marker(directory: Path, facts: dict[str, Any]) -> None:
+    fresh = directory / FRESH_MARKER
+    with fresh.open("w") as file:
+        json.dump(facts, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(directory / MARKER)
