@@ -17,12 +17,17 @@ from headrace.errors import BackendUnavailable, Refused
 SOURCES: Final[dict[str, str]] = {
     "torch": "headrace.backends.torch:open",
     "cuda": "headrace.backends.cuda_source:open",
+    "rngd": "headrace.backends.rngd:open",
     "replay": "headrace.backends.replay:open",
 }
 DECODERS: Final[dict[str, str]] = {
     "cpu": "headrace.backends.cpu:open",
     "cuda": "headrace.backends.cuda:open",
     "null": "headrace.backends.null:open",
+}
+_HINTS: Final[dict[str, str]] = {
+    "rngd": "It runs in an environment of its own: run headrace rngd setup, and leave "
+    "--source-python out"
 }
 
 
@@ -73,7 +78,7 @@ def _factory(role: str, name: str, known: Mapping[str, str]) -> Callable[[Mappin
                 "sdk_missing",
                 f"import {module_name}",
                 str(exc),
-                "Install headrace[cpu] into the environment that runs it",
+                _HINTS.get(name, "Install headrace[cpu] into the environment that runs it"),
             ) from exc
         raise Refused(f"{role} {name!r}: cannot import it: {exc}", field=role) from exc
     factory = getattr(module, attribute, None)

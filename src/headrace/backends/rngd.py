@@ -44,7 +44,8 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     model: a directory with config.json and safetensors. emulate: run the vendor's kernels on the
     CPU. device: the number of the card. threads: of torch on the host. max_positions: the longest
     prompt, by default the model's longest or MAX_POSITIONS. token_buckets: most tokens computed at
-    once, one number for each compiled shape. sdk: `module:factory` of a fake that stands in for the vendor's packages, for tests.
+    once, one number for each compiled shape. sdk: `module:factory` of a fake that stands in for the
+    vendor's packages, for tests.
     """
 
     model: str

@@ -17,13 +17,13 @@ from rich.text import Text
 
 from headrace.backends.load import check_name
 from headrace.cli.arguments import check_count
+from headrace.cli.sources import TAKE_A_MODEL, check_source, dtype_for, interpreter_for
 from headrace.engine.text import max_positions_of
 from headrace.errors import Refused
 from headrace.runtime.log import configure
 
 INTERRUPTED = 130
 QUICK_CONTEXT, CONTEXT = 128, 1088
-TAKE_A_MODEL = ("torch", "cuda", "cpu")
 NO_MODEL = ("replay", "null")
 REPLAYED = {"layers": 6, "heads": 2, "head_dim": 8, "window": 16, "full_every": 3}
 """What replay imitates where no decoder says: small, with full and sliding layers."""
@@ -36,7 +36,7 @@ class CheckOptions:
     """The options of `headrace check`."""
 
     source: str
-    "torch, cuda, replay or module:factory."
+    "torch, cuda, rngd, replay or module:factory."
     decoder: str
     "cpu, cuda, null or module:factory."
     model: str | None = None
@@ -55,12 +55,14 @@ class CheckOptions:
     "Go on although another process uses the device."
     context: int | None = None
     "Positions that a lane and a slot hold; by default 1088, or 128 with --quick."
-    dtype: str = "float32"
-    "The weights' and the cache's dtype."
+    dtype: str | None = None
+    "The weights' and the cache's dtype; by default float32, and bfloat16 with --source rngd."
     threads: int = 1
     "torch threads of each process."
     source_python: str | None = None
-    "The interpreter of the source's own environment."
+    "The interpreter of the source's own environment; rngd's is found if `rngd setup` made it."
+    emulate: bool = False
+    "Run the source's kernels on the CPU, with its vendor's own executor (rngd)."
     source_options: str = "{}"
     "More options of the source, as a JSON object."
     decoder_options: str = "{}"
@@ -103,6 +105,7 @@ def check(options: Annotated[CheckOptions, Parameter(name="*")]) -> int:
 def _check(options: CheckOptions) -> None:
     check_name("source", options.source)
     check_name("decoder", options.decoder)
+    check_source(options.source, dtype=options.dtype, emulate=options.emulate)
     check_count("--repeat", options.repeat)
     check_count("--threads", options.threads)
     check_count("--seed", options.seed, least=0)
@@ -114,7 +117,7 @@ def _check(options: CheckOptions) -> None:
             f"--decoder-options: decode_batch is {batch} and a check compares bit by bit in the "
             "exact mode; leave it out"
         )
-    takes = [name for name in (options.source, options.decoder) if name in TAKE_A_MODEL]
+    takes = [name for name in (options.source, options.decoder) if name in (*TAKE_A_MODEL, "cpu")]
     if options.model is None and takes:
         raise Refused(f"{takes[0]} needs --model; `headrace models list` shows what is built in")
     if options.model is not None and {options.source, options.decoder} <= set(NO_MODEL):
@@ -144,15 +147,19 @@ def _attributes(options: CheckOptions) -> dict[str, Any]:
         directory = resolve(options.model)
         if options.context is None:
             context = min(context, _longest(directory))
-        model = {"model": str(directory), "dtype": options.dtype, "threads": options.threads}
+        dtype = dtype_for(options.source, options.dtype)
+        model = {"model": str(directory), "dtype": dtype, "threads": options.threads}
     source = dict(model)
     if options.source == "replay":
         source = dict(REPLAYED) if options.decoder == "null" else {}
+    if options.source == "rngd":
+        flags = {"emulate": options.emulate, "share_device": options.share_device}
+        source |= {name: True for name, given in flags.items() if given}
     decoder = {} if options.decoder == "null" else dict(model)
     return {
         "source": options.source,
         "source_options": source | _json_object("--source-options", options.source_options),
-        "source_python": options.source_python,
+        "source_python": interpreter_for(options.source, options.source_python),
         "decoder": options.decoder,
         "decoder_options": decoder | _json_object("--decoder-options", options.decoder_options),
         "context": context,
@@ -173,9 +180,10 @@ def _longest(directory: Path) -> int:
 
 def _asked(options: CheckOptions, context: int) -> dict[str, Any]:
     """What was asked for, in the user's words, as the report tells it."""
-    kept = ("source", "decoder", "model", "quick", "seed", "dtype", "threads", "repeat")
+    kept = ("source", "decoder", "model", "quick", "seed", "threads", "repeat", "emulate")
     return {
         **{name: getattr(options, name) for name in kept},
+        "dtype": dtype_for(options.source, options.dtype),
         "source_options": _json_object("--source-options", options.source_options),
         "decoder_options": _json_object("--decoder-options", options.decoder_options),
         "only": list(options.only),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Final
 
 import msgspec
 from cyclopts import Parameter
@@ -29,7 +29,9 @@ from rich.text import Text
 from headrace import memory
 from headrace.backends.load import DECODERS, SOURCES
 from headrace.channel import socket_pair
-from headrace.cli.imports import ImportResult, Imports
+from headrace.cli.findings import Finding, Status
+from headrace.cli.imports import ELSEWHERE, ImportResult, Imports
+from headrace.cli.rngd_findings import find_card, find_environment
 from headrace.engine import capacity, models
 from headrace.engine.builtin import BUILTIN_MODELS
 from headrace.errors import HeadraceError
@@ -38,8 +40,6 @@ from headrace.runtime.worker import MESSAGES_PER_ATTEMPT, worst_progress_nbytes
 from headrace.version import VERSION
 
 SLAB_NBYTES: Final = 1 << 20
-
-Status: TypeAlias = Literal["ok", "note", "failed"]
 
 _MARKS: Final[dict[Status, tuple[str, str]]] = {
     "ok": ("ok", "green"),
@@ -52,19 +52,7 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _NO_LIMIT_NBYTES = 1 << 62  # cgroup v1 has a number near 2^63 for "none"
 _INSTALL = "run: pip install 'headrace[cpu]'"
-
-
-class Finding(Struct, frozen=True, omit_defaults=True):
-    """One line: what was looked at, how it is, what to do about it, and the same as bare values.
-
-    A "note" costs speed or comfort; what is "failed" does not work here.
-    """
-
-    name: str
-    status: Status
-    found: str
-    advice: str = ""
-    facts: dict[str, Any] = {}
+_RNGD_SETUP = "run: headrace rngd setup"
 
 
 class Report(Struct, frozen=True):
@@ -322,8 +310,8 @@ def _not_imported(name: str, result: ImportResult) -> Finding:
 
 
 def _backend_probes(imports: Imports) -> list[Probe]:
-    """One probe for each name that `--source` and `--decoder` know."""
-    return [
+    """One probe for each name that `--source` and `--decoder` know, and one for an RNGD card."""
+    here = [
         Probe(
             f"{role} {name}",
             partial(_backend, imports, f"{role} {name}", spec),
@@ -332,7 +320,10 @@ def _backend_probes(imports: Imports) -> list[Probe]:
         )
         for role, known in (("source", SOURCES), ("decoder", DECODERS))
         for name, spec in known.items()
+        if name not in ELSEWHERE
     ]
+    rngd = [(find_environment, "source rngd"), (find_card, "rngd card")]
+    return [*here, *(Probe(name, look, _RNGD_SETUP) for look, name in rngd)]
 
 
 def _backend(imports: Imports, name: str, spec: str) -> Finding:

@@ -18,9 +18,12 @@ import msgspec
 from msgspec import Struct
 
 from headrace.backends.load import DECODERS, SOURCES
+from headrace.engine.environments import RNGD
 from headrace.version import VERSION
 
 IMPORTS_TIMEOUT_S: Final = 8.0
+ELSEWHERE: Final = (RNGD.name,)
+"""Sources that run in an environment of their vendor's own."""
 
 
 class ImportResult(Struct, frozen=True):
@@ -71,9 +74,11 @@ class Imports:
 def modules() -> list[str]:
     """What is imported, in this order: the more likely it never returns, the later it comes.
 
-    "cuda" is no module; it stands for the first look at the driver.
+    "cuda" is no module; it stands for the first look at the driver. What runs in a vendor's own
+    environment is not tried here.
     """
-    backends = [spec.partition(":")[0] for spec in (*SOURCES.values(), *DECODERS.values())]
+    here = [spec for name, spec in SOURCES.items() if name not in ELSEWHERE]
+    backends = [spec.partition(":")[0] for spec in (*here, *DECODERS.values())]
     light = [name for name in backends if name.endswith((".replay", ".null"))]
     heavy = [name for name in backends if name not in light]
     return [*light, "torch", "transformers", *heavy, "cuda"]

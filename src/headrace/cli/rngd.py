@@ -17,7 +17,7 @@ from headrace.engine.environment_making import make
 from headrace.engine.environments import RNGD
 from headrace.engine.rngd import preflight
 from headrace.engine.rngd.probes import COMPILER
-from headrace.errors import BackendUnavailable, HeadraceError, Refused
+from headrace.errors import BackendUnavailable, HeadraceError
 
 PROBE_MODULE = "headrace.engine.rngd.probe"
 CARDS = 1024
@@ -156,18 +156,3 @@ def probe(
         raise HeadraceError(f"the probe of {name} wrote no record")
     print(path)
     return 0
-
-
-def interpreter_for(source: str, given: str | None, *, emulate: bool) -> str | None:
-    """The interpreter of a source's environment: the given one, or for rngd the one that setup
-    made.
-
-    Raises:
-        Refused: emulate is for rngd only.
-        BackendUnavailable: there is no environment for rngd.
-    """
-    if emulate and source != RNGD.name:
-        raise Refused(f"--emulate is for --source rngd, and it is {source}; leave one out")
-    if given is not None or source != RNGD.name:
-        return given
-    return environments.find(RNGD)

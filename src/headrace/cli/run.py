@@ -30,6 +30,7 @@ from headrace.cli.report import (
 )
 from headrace.cli.run_options import RunOptions, check_options, sampling_of
 from headrace.cli.shown import Printer, shown_of
+from headrace.cli.sources import TAKE_A_MODEL, dtype_for, interpreter_for
 from headrace.engine.text import ByteText, TextCodec
 from headrace.errors import HeadraceError, Refused
 from headrace.geometry import MAX_POSITIONS
@@ -121,7 +122,7 @@ def _read_stdin() -> str:
 def _codec(options: RunOptions) -> tuple[TextCodec, Path | None, int]:
     """The codec, the model's directory if there is a model, and the most positions it holds."""
     if options.model is None:
-        if options.source in ("torch", "cuda") or options.decoder in ("cpu", "cuda"):
+        if options.source in TAKE_A_MODEL or options.decoder in ("cpu", "cuda"):
             raise Refused("give --model; `headrace models list` shows what is built in")
         return ByteText(), None, MAX_POSITIONS - 1
     from headrace.engine.models import resolve
@@ -178,8 +179,11 @@ def _config(
         )
     model: dict[str, Any] = {}
     if directory is not None:
-        model = {"model": str(directory), "dtype": options.dtype, "threads": options.threads}
+        dtype = dtype_for(options.source, options.dtype)
+        model = {"model": str(directory), "dtype": dtype, "threads": options.threads}
     source: dict[str, Any] = {"vocab_size": 256} if options.source == "replay" else dict(model)
+    if options.emulate:
+        source["emulate"] = True
     return OwnerConfig(
         decoder=options.decoder,
         decoder_options={
@@ -191,7 +195,7 @@ def _config(
         source=options.source,
         source_options={**source, **_json_object(options.source_options)},
         context=context,
-        source_python=options.source_python,
+        source_python=interpreter_for(options.source, options.source_python),
         num_slots=options.slots,
         progress_timeout_s=options.progress_timeout,
         drain_timeout_s=options.drain_timeout,

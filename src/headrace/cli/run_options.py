@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headrace.backends.load import check_name
 from headrace.cli.arguments import INSTALL, check_count, check_output, check_seconds
+from headrace.cli.sources import check_source
 from headrace.errors import Refused
 from headrace.geometry import Emission
 from headrace.messages import MAX_ATTEMPTS, OnFailure, Sampling
@@ -41,11 +42,13 @@ class RunOptions:
     context: int | None = None
     "Positions that a lane and a slot hold; by default what this request needs."
     source: str = "torch"
-    "torch, cuda, replay or module:factory."
+    "torch, cuda, rngd, replay or module:factory."
     source_options: str = "{}"
     "More options of the source, as a JSON object."
     source_python: str | None = None
-    "The interpreter of the source's own environment."
+    "The interpreter of the source's own environment; rngd's is found if `rngd setup` made it."
+    emulate: bool = False
+    "Run the source's kernels on the CPU, with its vendor's own executor (rngd)."
     decoder: str = "cpu"
     "cpu, cuda, null or module:factory."
     lanes: int = 4
@@ -54,8 +57,8 @@ class RunOptions:
     "Sequences decoded in one forward; 1 = the exact mode. It changes the numbers a little."
     slots: int = 2
     "Slots of the source's slab."
-    dtype: str = "float32"
-    "The weights' and the cache's dtype."
+    dtype: str | None = None
+    "The weights' and the cache's dtype; by default float32, and bfloat16 with --source rngd."
     threads: int = 1
     "torch threads of each process."
     temperature: float = 0.0
@@ -103,6 +106,7 @@ def check_options(options: RunOptions) -> None:
         raise Refused(f"unknown log level {options.log_level!r}; choose {', '.join(LEVELS)}")
     check_name("source", options.source)
     check_name("decoder", options.decoder)
+    check_source(options.source, dtype=options.dtype, emulate=options.emulate)
     for name in ("group_layers", "lanes", "slots", "threads", "decode_batch"):
         check_count(flag_of(name), getattr(options, name))
     for name in ("max_tokens", "chunk", "prefill_chunk", "top_k"):

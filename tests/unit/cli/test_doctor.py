@@ -17,7 +17,8 @@ from cyclopts import App, CycloptsError
 from headrace import memory
 from headrace.backends.load import DECODERS, SOURCES
 from headrace.cli import imports
-from headrace.cli.doctor import Finding, Probe, Report, _backend, doctor
+from headrace.cli.doctor import Probe, Report, _backend, doctor
+from headrace.cli.findings import Finding
 from headrace.cli.imports import ImportResult, Imports
 from headrace.engine import capacity, models
 from headrace.errors import Refused

@@ -223,7 +223,8 @@ def _devices(asked: Asked) -> str:
         text = f"{why}, and there are {on_bus} cards on the PCI bus"
         raise _failed("driver_missing", probe, text, _DRIVER)
     if not found:
-        raise _failed("no_device", probe, f"{why}, and there is no card on the PCI bus", _DRIVER)
+        text = f"{why}, and there is no card on the PCI bus"
+        raise _failed("no_device", probe, text, "Emulation needs no card: --emulate")
     missing = [card for card in asked.cards() if card not in found]
     if missing:
         text = (

@@ -30,3 +30,7 @@ class Sdk:
     kernels: Callable[[str], Any]
     smi: Any
     versions: Mapping[str, str]
+
+    def device(self, index: int) -> Any:
+        """A device as the vendor's calls take it."""
+        return f"furiosa:{index}"

@@ -1,0 +1,117 @@
+"""Find out on a card what is stated nowhere, and write it down: `headrace rngd probe`.
+
+Each step is tried on its own; the record is written after each, so that a vendor's library that
+aborts leaves a record that names the step. With `--emulate` only the steps that need no card are
+taken, and no engine accepts that record for a card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from headrace.engine.rngd import cards, record
+from headrace.engine.rngd.furiosa import open_sdk
+from headrace.engine.rngd.probe_steps import STEPS, Bench
+from headrace.engine.rngd.record import Finding, Record
+from headrace.engine.rngd.sdk import Sdk
+from headrace.errors import HeadraceError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 the engine can use what was found, 1 it cannot, 2 nothing could be probed."""
+    parser = argparse.ArgumentParser(prog="headrace.engine.rngd.probe")
+    parser.add_argument("--device", type=int, default=0)
+    parser.add_argument("--chips", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--emulate", action="store_true")
+    parser.add_argument("--sdk", help="module:factory of a fake, for tests")
+    asked = parser.parse_args(arguments)
+    try:
+        made, path = probe(
+            _sdk(asked.sdk), asked.device, asked.chips, emulate=asked.emulate, out=asked.out
+        )
+    except HeadraceError as exc:
+        print(f"headrace: {exc}", file=sys.stderr)
+        return 2
+    print(path)
+    if asked.emulate:
+        return 0 if made.fact("emulation", "agrees") is True else 1
+    try:
+        record.reads_of(made, path)
+    except HeadraceError as exc:
+        print(f"headrace: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def probe(
+    sdk: Sdk,
+    device: int,
+    chips: int,
+    *,
+    emulate: bool = False,
+    out: Path | None = None,
+    say: Callable[[str], None] | None = None,
+) -> tuple[Record, Path]:
+    """Take every step and write the record after each; returns it and where it lies.
+
+    Raises:
+        BackendUnavailable: there is no such card.
+    """
+    say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+    card: dict[str, Any] = {"emulated": True} if emulate else cards.describe(sdk.smi, device)
+    path = out or record.path_of(sdk, card, chips)
+    made = Record(
+        sdk=sdk.name,
+        packages=dict(sdk.versions),
+        card=card,
+        chips=chips,
+        made=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    bench = Bench(sdk, device, chips, _opener(sdk, device, chips, say), say)
+    for step in STEPS:
+        if emulate and step.needs_card:
+            continue
+        say(f"probe: {step.name}")
+        record.write(replace(made, unfinished=step.name), path)
+        made = replace(made, findings={**made.findings, step.name: _taken(step.take, bench)})
+    record.write(made, path)
+    return made, path
+
+
+def _taken(take: Callable[[Bench], dict[str, Any]], bench: Bench) -> Finding:
+    began = time.perf_counter()
+    try:
+        facts, error = take(bench), ""
+    except Exception as exc:  # whatever a vendor's library raises is what is to be known
+        facts, error = {}, f"{type(exc).__name__}: {(str(exc).strip() or 'no reason given')[:1000]}"
+    return Finding(facts, error, round(time.perf_counter() - began, 3))
+
+
+def _opener(sdk: Sdk, device: int, chips: int, say: Callable[[str], None]) -> Callable[..., Any]:
+    from headrace.engine.rngd.card import CardExecutor
+    from headrace.engine.rngd.compiled import CompiledKernels
+
+    cache = CompiledKernels(sdk, say)
+    return lambda reads: CardExecutor(sdk, device, chips=chips, reads=reads, cache=cache, told=say)
+
+
+def _sdk(named: str | None) -> Sdk:
+    if named is None:
+        return open_sdk()
+    module, _, factory = named.partition(":")
+    made: Sdk = getattr(importlib.import_module(module), factory)()
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""What a probe of one card found, kept as JSON, and what of it the engine relies on.
+
+Much about a card is stated nowhere: whether views of its tensors can be copied, whether a cache
+that one program changed is seen changed by the next, whether its numbers are the emulation's. The
+engine refuses a card until a record for this card, these packages and this many chips says that
+what it needs holds. A record of a fake says so, and is good for a fake only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from headrace.engine.models import cache_root
+from headrace.engine.rngd.sdk import VENDOR, Sdk
+from headrace.errors import BackendUnavailable, Refused
+
+Reads: TypeAlias = Literal["narrow", "whole"]
+"""How rows of a card's tensor come to the host: copied through a view of them, or with all others."""
+
+RECORD_VERSION: Final = 1
+HINT: Final = (
+    "Run `headrace rngd probe`, or give --source-options '{\"unverified\": true}' to go on without"
+)
+
+
+class Finding(Struct, frozen=True, omit_defaults=True):
+    """What one step of the probe found: bare values, and in `error` why there are none."""
+
+    facts: dict[str, Any] = {}
+    error: str = ""
+    took_s: float = 0.0
+
+
+class Record(Struct, frozen=True, kw_only=True):
+    """One probe of one card.
+
+    sdk: "furiosa" or "fake furiosa". card: what the management library says of it (see `cards`).
+    chips: how many the kernels spanned. findings: by step. unfinished: the step that was begun and
+    never ended, which is the one that the process died in.
+    """
+
+    version: int = RECORD_VERSION
+    sdk: str
+    packages: dict[str, str]
+    card: dict[str, Any]
+    chips: int
+    made: str
+    findings: dict[str, Finding] = {}
+    unfinished: str = ""
+
+    def fact(self, step: str, name: str) -> Any:
+        """One value that a step found; None if it did not."""
+        finding = self.findings.get(step)
+        return finding.facts.get(name) if finding is not None and not finding.error else None
+
+
+def write(record: Record, path: Path) -> None:
+    """Put a record in place of what was there, in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    part.replace(path)
+
+
+def read(path: Path) -> Record:
+    """The record in a file.
+
+    Raises:
+        Refused: there is none, or it is not of this form.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Record)
+    except OSError as exc:
+        raise Refused(f"{path} cannot be read: {exc.strerror}", field="record") from exc
+    except msgspec.MsgspecError as exc:
+        raise Refused(f"{path} is no record of a probe: {exc}", field="record") from exc
+
+
+def path_of(sdk: Sdk, card: Mapping[str, Any], chips: int) -> Path:
+    """Where the record of a card lies: one for each card, set of packages and number of chips."""
+    known = [sdk.name, sorted(sdk.versions.items()), card.get("serial"), card.get("bdf"), chips]
+    digest = hashlib.sha256(msgspec.json.encode(known)).hexdigest()[:16]
+    return cache_root() / "rngd" / "records" / f"{digest}.json"
+
+
+def verified_reads(sdk: Sdk, card: Mapping[str, Any], chips: int) -> Reads:
+    """How rows can be read from this card, as its record says.
+
+    Raises:
+        BackendUnavailable: layout_unverified: there is no record, or what the engine relies on was
+            not found to hold.
+    """
+    path = path_of(sdk, card, chips)
+    if not path.is_file():
+        raise _unverified(path, "there is no record for this card and these packages")
+    record = read(path)
+    same = (record.version, record.sdk, record.packages) == (
+        RECORD_VERSION,
+        sdk.name,
+        dict(sdk.versions),
+    )
+    if not same:
+        raise _unverified(path, "the record was made by other packages")
+    return reads_of(record, path)
+
+
+def reads_of(record: Record, path: Path) -> Reads:
+    """How rows can be read, as a record says; raises as `verified_reads`."""
+    if record.unfinished:
+        raise _unverified(path, f"the probe died in its step {record.unfinished!r}")
+    for way in ("narrow", "whole"):
+        if record.fact("reads", way) is True and record.fact(f"prefill by {way}", "agrees") is True:
+            return "narrow" if way == "narrow" else "whole"
+    detail = "no way of reading a cache gave the cells that the emulation gives"
+    raise _unverified(path, detail)
+
+
+def _unverified(path: Path, detail: str) -> BackendUnavailable:
+    return BackendUnavailable(VENDOR, "layout_unverified", str(path), detail, HINT)
