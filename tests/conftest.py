@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.engine import environments
+from headrace.errors import BackendUnavailable
+
 ROOT = Path(__file__).parents[1]
 
 # What a shell starts in the background ignores SIGINT, and so would every command that is tested.
@@ -49,3 +52,12 @@ def nothing_left() -> Iterator[None]:
     before = children(), open_fds(), sorted(os.listdir("/dev/shm"))
     yield
     assert (children(), open_fds(), sorted(os.listdir("/dev/shm"))) == before
+
+
+@pytest.fixture(scope="session")
+def rngd_python() -> str:
+    """The interpreter of the vendor's environment, for tests marked `rngd_emulation`."""
+    try:
+        return environments.find(environments.RNGD)
+    except BackendUnavailable as exc:
+        pytest.skip(f"no vendor kernels here: {exc}")

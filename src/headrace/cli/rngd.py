@@ -131,27 +131,38 @@ def probe(
     share_device
         Go on although another process uses the card.
     out
-        The file of the record, by default in headrace's cache.
+        The file of the record, by default the one in headrace's cache that the source reads.
     python
         The interpreter of the source's environment, by default the one that setup made.
     """
     check_count("--device", device, least=0, limit=CARDS)
     name = "emulated" if emulate else f"furiosa:{device}"
-    path = (out or environments.record_path(RNGD, name)).expanduser().absolute()
-    if out is None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    check_output("--out", path)
+    if out is not None:
+        out = out.expanduser().absolute()
+        check_output("--out", out)
     interpreter = python or environments.find(RNGD)
     preflight.check(interpreter, emulate=emulate, device=device, share=share_device)
     command = [
-        *(interpreter, "-m", PROBE_MODULE, f"--device={device}", f"--out={path}"),
+        *(interpreter, "-m", PROBE_MODULE, f"--device={device}"),
         *(["--emulate"] if emulate else []),
+        *([] if out is None else [f"--out={out}"]),
     ]
-    environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    status = subprocess.run(command, stdin=subprocess.DEVNULL, env=environ, check=False).returncode
-    if status != 0:
-        how = f"exit status {status}" if status > 0 else f"signal {-status}"
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        check=False,
+    )
+    if done.returncode != 0:
+        how = (
+            f"exit status {done.returncode}"
+            if done.returncode > 0
+            else f"signal {-done.returncode}"
+        )
         raise HeadraceError(f"the probe of {name} ended with {how}; what it said is above")
+    told = done.stdout.decode(errors="replace").split("\n")
+    path = out or Path(next((line for line in reversed(told) if line.strip()), "").strip())
     if not path.is_file():
         raise HeadraceError(f"the probe of {name} wrote no record")
     print(path)

@@ -111,11 +111,6 @@ def default_directory(recipe: Recipe) -> Path:
     return cache_root() / f"{recipe.name}-env"
 
 
-def record_path(recipe: Recipe, device: str) -> Path:
-    """Where the record of a probe of `device` lies if not told otherwise."""
-    return cache_root() / recipe.name / f"{device.replace(':', '-')}.json"
-
-
 def interpreter_in(directory: Path) -> Path:
     """The interpreter of an environment."""
     return directory / "bin" / "python"

@@ -62,7 +62,7 @@ def describe(smi: Any, index: int) -> dict[str, Any]:
     told["pcie_speed"] = lambda: link().link_speed_status()
     told["pcie_max_width"] = lambda: link().max_link_width_capability()
     told["pcie_max_speed"] = lambda: link().max_link_speed_capability()
-    facts = {"index": index}
+    facts: dict[str, Any] = {"index": index}
     for name, ask in told.items():
         try:
             value = ask()

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, Final, NamedTuple
 
@@ -34,6 +35,7 @@ AGREES_WITHIN: Final = 0.05
 bf16 rounding gives about a hundredth, a wrong slot or a wrong order gives about one.
 """
 SECOND_PROCESS_S: Final = 60.0
+PES_PER_CHIP: Final = 8
 
 
 class Step(NamedTuple):
@@ -59,7 +61,7 @@ class Bench:
     link_nbytes: tuple[int, ...] = LINK_NBYTES
 
     @property
-    def where(self) -> torch.device | str:
+    def where(self) -> str:
         """The device, as the vendor's calls take it."""
         return self.sdk.device(self.device)
 
@@ -88,8 +90,8 @@ def link(bench: Bench) -> dict[str, Any]:
     for nbytes in bench.link_nbytes:
         host = torch.ones(nbytes // 2, dtype=torch.bfloat16)
         card = bench.empty((nbytes // 2,), [])
-        to_card = _timed(bench, lambda card=card, host=host: card.copy_(host))
-        to_host = _timed(bench, lambda card=card, host=host: host.copy_(card, non_blocking=True))
+        to_card = _timed(bench, partial(card.copy_, host))
+        to_host = _timed(bench, partial(host.copy_, card, non_blocking=True))
         label = f"{nbytes >> 20} MiB"
         facts[f"to card, {label}, GB/s"] = nbytes / to_card / 1e6
         facts[f"to host, {label}, GB/s"] = nbytes / to_host / 1e6
@@ -97,7 +99,7 @@ def link(bench: Bench) -> dict[str, Any]:
 
 
 def reads(bench: Bench) -> dict[str, Any]:
-    """Whether rows of a cache-like tensor come to the host right, split over chips as caches are."""
+    """Whether rows of a tensor that is split over chips as caches are come to the host right."""
     shape = (65, 1, 4 * bench.chips, 8)
     pattern = torch.arange(65 * 4 * bench.chips * 8, dtype=torch.float32).reshape(shape)
     pattern = pattern.remainder(251).to(torch.bfloat16)
@@ -170,8 +172,9 @@ def second_process(bench: Bench) -> dict[str, Any]:
     held.copy_(torch.ones(16, dtype=torch.bfloat16))
     script = (
         "from headrace.engine.rngd.furiosa import import_torch_furiosa, set_fusion_once\n"
-        f"torch_furiosa = import_torch_furiosa()\nset_fusion_once(torch_furiosa, {8 * bench.chips})\n"
-        f"torch_furiosa.Stream('furiosa:{bench.device}').synchronize()\nprint('opened')\n"
+        "torch_furiosa = import_torch_furiosa()\n"
+        f"set_fusion_once(torch_furiosa, {PES_PER_CHIP * bench.chips})\n"
+        f"torch_furiosa.Stream({bench.where!r}).synchronize()\nprint('opened')\n"
     )
     try:
         done = subprocess.run(
@@ -200,7 +203,7 @@ STEPS: Final = (
 
 
 class _Run(NamedTuple):
-    """What a prefill of the tiny model gave: K and V by layer, then logits; and how long it took."""
+    """What a prefill gave: K and V by layer, then logits; and how long it took."""
 
     cells: list[torch.Tensor]
     took_ms: float

@@ -114,18 +114,20 @@ def probes(asked: Asked) -> list[Probe]:
             for family in asked.families
         ),
     ]
-    packages = Probe("packages", "sdk_missing", SETUP, _packages)
-    if asked.emulate:
-        return [packages, *sdk]
-    card = [
+    packages = [
+        Probe("packages", "sdk_missing", SETUP, _packages),
         Probe("import furiosa_smi", "sdk_missing", SETUP, _smi),
+    ]
+    if asked.emulate:
+        return [*packages, *sdk]
+    card = [
         Probe("furiosa_smi.list_devices()", "no_device", _DRIVER, _devices),
         Probe("furiosa_smi.driver_info()", "driver_missing", _DRIVER, _driver),
         Probe("core_status()", "device_busy", _DRIVER, _cores),
     ]
     toolchain = [Probe(COMPILER, "toolchain_missing", "", _toolchain)] if asked.compiles else []
     stream = Probe(f'Stream("furiosa:{asked.device}")', "no_device", _DRIVER, _stream)
-    return [packages, *card, *toolchain, *sdk, stream]
+    return [*packages, *card, *toolchain, *sdk, stream]
 
 
 def _failed(stage: Stage, probe: str, detail: str, hint: str) -> BackendUnavailable:
@@ -134,9 +136,11 @@ def _failed(stage: Stage, probe: str, detail: str, hint: str) -> BackendUnavaila
 
 def _packages(asked: Asked) -> str:
     """Look for the packages without importing any."""
-    wanted = {"furiosa-torch": "furiosa.torch", "furiosa-kernels": "furiosa.kernels"}
-    if not asked.emulate:
-        wanted["furiosa-smi"] = "furiosa_smi"
+    wanted = {
+        "furiosa-torch": "furiosa.torch",
+        "furiosa-kernels": "furiosa.kernels",
+        "furiosa-smi": "furiosa_smi",
+    }
     missing = [package for package, module in wanted.items() if not _is_there(module)]
     if missing:
         found = f"{' and '.join(missing)} not installed in {sys.prefix}"

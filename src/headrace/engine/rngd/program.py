@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -22,12 +22,16 @@ from headrace.engine.rngd.kernels import Kernels
 from headrace.engine.rngd.rope import table
 from headrace.engine.rngd.sdk import Sdk
 from headrace.engine.rngd.signature import Tensor, changed
-from headrace.engine.rngd.weights import Weights
 
 CACHES: Final = {"k_cache": 0, "v_cache": 1}
-EMBEDDING: Final = "embedding_table"
 STAGES: Final = ("first", "attention", "mid", "last")
 """What the host's time is told by. On a card a call returns before its kernel has run."""
+
+
+class TensorsByName(Protocol):
+    """Where weights come from: `weights.Weights`, or a stand-in for it."""
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor: ...
 
 
 class LayerProgram:
@@ -39,7 +43,7 @@ class LayerProgram:
         executor: Executor,
         family: Family,
         config: Config,
-        weights: Weights,
+        weights: TensorsByName,
         buckets: Buckets,
     ) -> None:
         """config: the checkpoint's. Kernels and weights are loaded when they are first needed."""

@@ -22,7 +22,7 @@ from headrace.engine.rngd.sdk import VENDOR, Sdk
 from headrace.errors import BackendUnavailable, Refused
 
 Reads: TypeAlias = Literal["narrow", "whole"]
-"""How rows of a card's tensor come to the host: copied through a view of them, or with all others."""
+"""How rows of a card's tensor come to the host: through a view of them, or with all others."""
 
 RECORD_VERSION: Final = 1
 HINT: Final = (

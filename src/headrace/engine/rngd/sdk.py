@@ -31,6 +31,6 @@ class Sdk:
     smi: Any
     versions: Mapping[str, str]
 
-    def device(self, index: int) -> Any:
+    def device(self, index: int) -> str:
         """A device as the vendor's calls take it."""
         return f"furiosa:{index}"

@@ -137,10 +137,11 @@ class _Reader:
         shape = tuple(self._size(axis) for axis in _listed(original))
         parts = [self._part(text) for text in _listed(inner)]
         padded = tuple(size for size, _ in parts)
-        split = next((at for at, (_, step) in enumerate(parts) if step), None)
+        cut = [at for at, (_, step) in enumerate(parts) if step]
+        split = cut[0] if cut else None
         chips = self._chips(outer, padded[split] if split is not None else 0)
-        whole = split is None or padded[split] == chips * parts[split][1]
-        if len(padded) != len(shape) or not whole:
+        whole = chips == 1 if split is None else padded[split] == chips * parts[split][1]
+        if len(padded) != len(shape) or len(cut) > 1 or not whole:
             raise changed(self._kernel, f"argument {name!r} is split as {outer!r} of {inner!r}")
         return Tensor(name, shape, padded, self._dtype(dtype), split, chips, placed=True)
 

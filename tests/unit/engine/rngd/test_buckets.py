@@ -20,10 +20,9 @@ def prompts(draw: st.DrawFn) -> tuple[Buckets, list[tuple[int, int]]]:
     """Buckets, and the pieces of a prompt with any prefill chunk and cuts."""
     asked = draw(st.sets(st.integers(1, 96), min_size=1, max_size=5))
     num_tokens = draw(st.integers(1, LONGEST))
-    inner = st.integers(1, num_tokens - 1) if num_tokens > 1 else st.nothing()
-    cuts = sorted(draw(st.sets(inner, max_size=3)))
+    cuts = sorted(draw(st.sets(st.integers(1, LONGEST), max_size=3)))
     chunk = draw(st.integers(0, num_tokens))
-    return choose(sorted(asked), LONGEST, None), pieces(num_tokens, chunk, cuts)
+    return choose(sorted(asked), LONGEST, None), pieces(num_tokens, chunk, [cut for cut in cuts if cut < num_tokens])
 
 
 @given(prompts())
