@@ -153,9 +153,7 @@ def _blocks(weight: torch.Tensor) -> torch.Tensor:
     return weight.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
 
 
-def _save_fp8(
-    family: str, model: Any, scales: dict[str, torch.Tensor], directory: Path
-) -> None:
+def _save_fp8(family: str, model: Any, scales: dict[str, torch.Tensor], directory: Path) -> None:
     prefix = "model.language_model." if family == "gemma4" else "model."
     suffix = "weight_scale" if family == "gemma4" else "weight_scale_inv"
     tied = model.config.tie_word_embeddings

@@ -142,7 +142,7 @@ def test_repeated_with_another_seed_each_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--source", "rngd", "--decoder", "null"], "unknown source 'rngd'"),
+        (["--source", "nowhere", "--decoder", "null"], "unknown source 'nowhere'"),
         (["--source", "replay", "--decoder", "atom"], "unknown decoder 'atom'"),
         (["--source", "torch", "--decoder", "null"], "torch needs --model"),
         (["--source", "replay", "--decoder", "cpu"], "cpu needs --model"),

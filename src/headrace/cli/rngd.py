@@ -147,6 +147,16 @@ def probe(
         *(["--emulate"] if emulate else []),
         *([] if out is None else [f"--out={out}"]),
     ]
+    told = _run(command, name).splitlines()
+    path = out or Path(next((line for line in reversed(told) if line.strip()), ""))
+    if not path.is_file():
+        raise HeadraceError(f"the probe of {name} wrote no record")
+    print(path)
+    return 0
+
+
+def _run(command: list[str], name: str) -> str:
+    """What a probe printed on standard output: at its end the path of its record."""
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -154,16 +164,7 @@ def probe(
         env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         check=False,
     )
-    if done.returncode != 0:
-        how = (
-            f"exit status {done.returncode}"
-            if done.returncode > 0
-            else f"signal {-done.returncode}"
-        )
+    if status := done.returncode:
+        how = f"exit status {status}" if status > 0 else f"signal {-status}"
         raise HeadraceError(f"the probe of {name} ended with {how}; what it said is above")
-    told = done.stdout.decode(errors="replace").split("\n")
-    path = out or Path(next((line for line in reversed(told) if line.strip()), "").strip())
-    if not path.is_file():
-        raise HeadraceError(f"the probe of {name} wrote no record")
-    print(path)
-    return 0
+    return done.stdout.decode(errors="replace")

@@ -21,6 +21,7 @@ from headrace.cli.doctor import Probe, Report, _backend, doctor
 from headrace.cli.findings import Finding
 from headrace.cli.imports import ImportResult, Imports
 from headrace.engine import capacity, models
+from headrace.engine.environments import RNGD
 from headrace.errors import Refused
 
 # The package gives this name to the command, so that an import statement would find the function.
@@ -60,6 +61,7 @@ class Told(Imports):
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    monkeypatch.delenv(RNGD.variable, raising=False)
     return tmp_path
 
 
@@ -150,6 +152,15 @@ def test_what_costs_comfort_does_not_fail_the_cpu_path(
     verdict, _, others = report.verdict.partition("; see also: ")
     assert verdict == "the CPU path can run"
     assert {"memory", "source replay"} <= set(others.split(", "))
+
+
+def test_a_vendor_environment_never_fails_the_cpu_path(told: Callable[..., None]) -> None:
+    told()
+    report = cli.examine()
+    assert report.cpu_path
+    found = {finding.name: finding.status for finding in report.findings}
+    assert found["source rngd"] == found["rngd card"] == "note"
+    assert "headrace.backends.rngd" not in imports.modules()
 
 
 def test_what_is_needed_fails_the_cpu_path(

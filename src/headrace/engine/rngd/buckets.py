@@ -14,7 +14,8 @@ from typing import Final
 
 from headrace.errors import LocalProtocolError, Refused
 
-TOKEN_BUCKETS: Final = (16, 32, 64, 128, 256, 512, 1024)
+TOKEN_BUCKETS: Final = (64, 256, 1024)
+"""By default. Each is a set of kernels that a card has compiled for minutes."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,19 @@ class Buckets:
         if start == 0:
             return tokens
         return max(1 << (stop - 1).bit_length(), 1 << tokens.bit_length())
+
+    def shapes(self) -> list[Chunk]:
+        """A chunk of every shape that a prompt can be computed with, each token bucket's first with
+        its own attention bucket.
+        """
+        made = []
+        for tokens in self.tokens:
+            made.append(Chunk(0, tokens, tokens, tokens))
+            size = 1 << tokens.bit_length()
+            while size <= self.attention(tokens, 1, self.max_positions):
+                made.append(Chunk(size - tokens, size, tokens, size))
+                size *= 2
+        return made
 
     def _chunk(self, start: int, stop: int) -> Chunk:
         if stop > self.max_positions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
@@ -19,9 +20,12 @@ PACKAGES = ("furiosa-torch", "furiosa-kernels", "furiosa-smi", "torch")
 
 def open_sdk() -> Sdk:
     """Import what the engine uses; preflight has told what is missing before."""
+    torch = import_torch_furiosa()
+    # Registering the device turns its logger all the way up, which is a line for each kernel call.
+    logging.getLogger("furiosa_torch").setLevel(logging.WARNING)
     return Sdk(
         name="furiosa",
-        torch=import_torch_furiosa(),
+        torch=torch,
         kernels=import_kernels,
         smi=import_smi(),
         versions={name: version(name) for name in PACKAGES},

@@ -58,15 +58,15 @@ class LayerProgram:
         self._caches: dict[tuple[int, int], tuple[Tensor, Any]] = {}
         self.stage_ns: dict[str, int] = dict.fromkeys(STAGES, 0)
 
-    def prepare(self, num_tokens: int) -> None:
-        """Load kernels and weights for prompts of up to `num_tokens`, at most one bucket's."""
-        chunk = self._buckets.chunks([(0, min(num_tokens, self._buckets.tokens[-1]))])[0]
-        for layer, program in self.kernels.of_chunk(chunk):
-            for tensor in program.signature.arguments:
-                if tensor.name in CACHES:
-                    self._cache(layer, tensor)
-                elif tensor.name in self._family.ropes or tensor.name in self._family.weights:
-                    self._weight(layer, tensor)
+    def prepare(self, shapes: Sequence[Chunk]) -> None:
+        """Load kernels for chunks of these shapes, the weights that they take, and the caches."""
+        for shape in shapes:
+            for layer, program in self.kernels.of_chunk(shape):
+                for tensor in program.signature.arguments:
+                    if tensor.name in CACHES:
+                        self._cache(layer, tensor)
+                    elif tensor.name in self._family.ropes or tensor.name in self._family.weights:
+                        self._weight(layer, tensor)
 
     def run(
         self,

@@ -1,0 +1,325 @@
+"""`headrace rngd`, and what `--source rngd` asks of `run`, `check` and `doctor`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli import rngd, rngd_findings, run_command
+from headrace.cli.check import CheckOptions, _asked, _attributes
+from headrace.cli.run import _config
+from headrace.cli.run_options import RunOptions
+from headrace.engine import environment_making
+from headrace.engine.environments import RNGD, PythonFacts
+from headrace.errors import BackendUnavailable
+from tests.unit.engine.fake_python import PIP_WORKS, write_fake_python
+from tests.unit.engine.rngd.fake_site import write_fake_site
+
+environments = import_module("headrace.engine.environments")
+
+MODEL = Path("model")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv(RNGD.variable, raising=False)
+    monkeypatch.setattr(environment_making, "POLL_S", 0.01)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def fake_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The children of this test find fakes of the vendor's packages, and no card."""
+    site = write_fake_site(tmp_path / "fake_site")
+    with (site / "furiosa_smi.py").open("a") as smi:
+        smi.write("cards, on_bus = [], 0\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ["PYTHONPATH"]]))
+
+
+@pytest.fixture
+def _suits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any Python suits, and the disk has room."""
+    monkeypatch.setattr(environments, "check_python", lambda recipe, facts: None)
+    monkeypatch.setattr(environments, "check_room", lambda recipe, directory: None)
+
+
+def complaint(arguments: list[str], capsys: pytest.CaptureFixture[str], *, status: int = 2) -> str:
+    assert run_command(arguments) == status
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("headrace: ")
+    return line.removeprefix("headrace: ")
+
+
+@pytest.mark.usefixtures("_suits")
+def test_setup_says_before_what_it_downloads_and_how_big_it_is(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["rngd", "setup", "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert "furiosa-torch==2026.4.0, furiosa-kernels==2026.4.0" in said
+    assert f"go into {cache / 'rngd-env'}" in said
+    assert "About 4.3 GB are downloaded and 7.8 GB stay on disk" in said
+    assert "aarch64-linux-gnu-gcc too, which is not installed by this" in said
+    assert not cache.exists()
+
+
+@pytest.mark.usefixtures("_suits", "fake_packages")
+def test_setup_makes_what_is_found_afterwards(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = write_fake_python(tmp_path / "python", f"{PIP_WORKS}; echo once >> {tmp_path}/pip")
+    assert run_command(["rngd", "setup", "--python", python]) == 0
+    said = capsys.readouterr().err
+    assert f"done: {cache / 'rngd-env' / 'bin' / 'python'}" in said
+    assert RNGD.variable not in said
+    assert environments.find(RNGD) == str(cache / "rngd-env" / "bin" / "python")
+    assert run_command(["rngd", "setup", "--python", python]) == 0
+    assert "is complete" in capsys.readouterr().err
+    assert (tmp_path / "pip").read_text() == "once\n"
+
+
+@pytest.mark.usefixtures("_suits", "fake_packages")
+def test_setup_elsewhere_says_how_it_is_found(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python, directory = write_fake_python(tmp_path / "python"), tmp_path / "elsewhere"
+    command = ["rngd", "setup", "--python", python, "--directory", str(directory)]
+    assert run_command(command) == 0
+    assert f"set: HEADRACE_RNGD_PYTHON={directory}/bin/python" in capsys.readouterr().err
+    assert not cache.exists()
+
+
+@pytest.mark.usefixtures("_suits", "fake_packages")
+def test_setup_is_not_done_before_it_was_seen_to_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fake_site" / "furiosa" / "kernels" / "llama.py").write_text("")
+    python = write_fake_python(tmp_path / "python")
+    said = complaint(["rngd", "setup", "--python", python], capsys, status=1)
+    assert said.startswith("all is installed, and it cannot be used: furiosa: api_missing: ")
+    with pytest.raises(BackendUnavailable, match="was not finished"):
+        environments.find(RNGD)
+
+
+def test_setup_refuses_what_it_did_not_make(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "precious").touch()
+    for dry in ([], ["--dry-run"]):
+        said = complaint(["rngd", "setup", "--directory", str(tmp_path), *dry], capsys)
+        assert "was not made by `headrace rngd setup`" in said
+
+
+def test_setup_refuses_a_python_without_wheels(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = PythonFacts("/old/python", "cpython", (3, 10), "x86_64", "glibc 2.36", True)
+    monkeypatch.setattr(environments, "look_at", lambda python: old)
+    said = complaint(["rngd", "setup", "--python", "/old/python"], capsys)
+    assert said.startswith("/old/python is cpython 3.10 and rngd needs CPython 3.11 to 3.14")
+    assert not cache.exists()
+
+
+def test_long_lines_of_pip_are_cut() -> None:
+    assert rngd._short("x" * 72) == "x" * 72
+    assert rngd._short("x" * 73) == "x" * 69 + "..."
+
+
+PROBE = """#!/bin/sh
+case "$*" in
+*preflight*) exec {python} "$@" ;;
+*) echo "$@" > {arguments}; echo working >&2; {does} ;;
+esac
+"""
+
+
+@pytest.fixture
+def probed(
+    tmp_path: Path, fake_packages: None, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Path]:
+    """Names an interpreter whose probe does what the test says; returns where its arguments go."""
+
+    def set_up(does: str) -> Path:
+        python, arguments = tmp_path / "probed", tmp_path / "arguments"
+        text = PROBE.format(python=sys.executable, arguments=arguments, does=does)
+        python.write_text(text)
+        python.chmod(0o755)
+        monkeypatch.setenv(RNGD.variable, str(python))
+        return arguments
+
+    return set_up
+
+
+def test_a_probe_tells_where_its_record_lies(
+    probed: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "record.json"
+    arguments = probed(f"touch {record}; echo a banner; echo {record}")
+    assert run_command(["rngd", "probe", "--emulate"]) == 0
+    assert capsys.readouterr().out == f"{record}\n"
+    assert arguments.read_text() == "-m headrace.engine.rngd.probe --device=0 --emulate\n"
+    assert run_command(["rngd", "probe", "--emulate", "--out", str(record)]) == 0
+    assert capsys.readouterr().out == f"{record}\n"
+    assert arguments.read_text().split()[-1] == f"--out={record}"
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("exit 3", "the probe of emulated ended with exit status 3; what it said is above"),
+        ("kill -9 $$", "the probe of emulated ended with signal 9; what it said is above"),
+        ("true", "the probe of emulated wrote no record"),
+        ("echo /no/such/record", "the probe of emulated wrote no record"),
+    ],
+)
+def test_a_probe_that_failed_is_one_sentence(
+    probed: Callable[[str], Path], capsys: pytest.CaptureFixture[str], does: str, said: str
+) -> None:
+    probed(does)
+    assert complaint(["rngd", "probe", "--emulate"], capsys, status=1) == said
+
+
+def test_a_probe_begins_with_preflight(
+    probed: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = probed("true")
+    said = complaint(["rngd", "probe", "--device", "1"], capsys)
+    assert said.startswith("furiosa: no_device: furiosa_smi.list_devices(): it is empty")
+    assert not arguments.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "-1"], "--device is -1"),
+        (["--out", "/"], "--out: / is a directory"),
+        ([], "furiosa: sdk_missing: environment: no environment in "),
+    ],
+)
+def test_a_probe_that_makes_no_sense(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert complaint(["rngd", "probe", *arguments], capsys).startswith(said)
+
+
+OWN = ["--decoder", "null", "--prompt", "abc"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", *OWN, "--source", "replay", "--emulate"], "--emulate is for --source rngd, and"),
+        (["run", *OWN, "--source", "a:b", "--emulate"], "--emulate is for --source rngd, and"),
+        (
+            ["run", *OWN, "--source", "rngd", "--dtype", "float32"],
+            "--dtype is float32 and --source rngd computes in bfloat16; leave --dtype out",
+        ),
+        (["run", *OWN, "--source", "rngd"], "give --model; "),
+        (
+            ["check", "--source", "replay", "--decoder", "null", "--emulate"],
+            "--emulate is for --source rngd, and it is replay",
+        ),
+        (
+            ["check", "--source", "rngd", "--decoder", "null", "--dtype", "float16"],
+            "--dtype is float16 and --source rngd computes in bfloat16",
+        ),
+        (["check", "--source", "rngd", "--decoder", "null"], "rngd needs --model"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert complaint(arguments, capsys).startswith(said)
+
+
+def config(**options: Any) -> Any:
+    return _config(RunOptions(**options), MODEL, 100, 4)
+
+
+def test_run_starts_rngd_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendUnavailable, match="no environment in"):
+        config(source="rngd")
+    monkeypatch.setenv(RNGD.variable, sys.executable)
+    made = config(source="rngd", emulate=True)
+    assert made.source_python == sys.executable
+    assert made.source_options == {
+        "model": "model",
+        "dtype": "bfloat16",
+        "threads": 1,
+        "emulate": True,
+    }
+    assert made.decoder_options["dtype"] == "bfloat16"
+    assert config(source="rngd", source_python="/a/python").source_python == "/a/python"
+    assert "emulate" not in config(source="rngd").source_options
+
+
+def test_other_sources_are_as_they_were() -> None:
+    made = config()
+    assert made.source_python is None
+    assert made.source_options == {"model": "model", "dtype": "float32", "threads": 1}
+    assert config(dtype="bfloat16").source_options["dtype"] == "bfloat16"
+
+
+def test_check_starts_rngd_in_its_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(RNGD.variable, sys.executable)
+    monkeypatch.setattr("headrace.engine.models.resolve", lambda name: tmp_path)
+    options = CheckOptions(source="rngd", decoder="cpu", model="m", context=64)
+    model = {"model": str(tmp_path), "dtype": "bfloat16", "threads": 1}
+    made = _attributes(options)
+    assert made["source_python"] == sys.executable
+    assert made["source_options"] == made["decoder_options"] == model
+    made = _attributes(replace(options, emulate=True, share_device=True))
+    assert made["source_options"] == model | {"emulate": True, "share_device": True}
+    assert made["decoder_options"] == model
+    asked = _asked(replace(options, emulate=True), 64)
+    assert asked["dtype"] == "bfloat16"
+    assert "--emulate" in asked["command"]
+    assert "--dtype" not in asked["command"]
+
+
+def test_doctor_says_how_to_have_it() -> None:
+    finding = rngd_findings.find_environment()
+    assert finding.status == "note"
+    assert finding.found.startswith("sdk_missing: environment: no environment in ")
+    assert finding.advice.startswith("Run: headrace rngd setup")
+    assert finding.facts == {"stage": "sdk_missing"}
+    assert rngd_findings.find_card().status == "note"
+
+
+@pytest.mark.usefixtures("fake_packages")
+def test_doctor_tells_emulation_and_a_card_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RNGD.variable, sys.executable)
+    finding = rngd_findings.find_environment()
+    assert (finding.status, finding.facts) == ("ok", {"interpreter": sys.executable})
+    finding = rngd_findings.find_card()
+    assert (finding.status, finding.facts) == ("note", {"stage": "no_device"})
+
+
+@pytest.mark.usefixtures("fake_packages")
+def test_doctor_types_what_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fake_site" / "torch" / "__init__.py").write_text("__version__ = '2.13.0'")
+    monkeypatch.setenv(RNGD.variable, sys.executable)
+    finding = rngd_findings.find_environment()
+    assert finding.status == "note"
+    assert finding.facts == {"interpreter": sys.executable, "stage": "torch_mismatch"}
+
+
+def test_a_usable_card_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    site = write_fake_site(tmp_path / "fake_site")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ["PYTHONPATH"]]))
+    (tmp_path / "aarch64-linux-gnu-gcc").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv(RNGD.variable, sys.executable)
+    finding = rngd_findings.find_card()
+    assert finding.status == "ok"
+    assert "furiosa_smi.list_devices(): npu0, npu1" in finding.found
