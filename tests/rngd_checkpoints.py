@@ -8,7 +8,10 @@ two, so that a weight and its twin are equal to the last bit.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -97,6 +100,14 @@ class Checkpoint:
 
     kernels: Path
     plain: Path
+
+
+@functools.cache
+def checkpoint_of(family: str) -> Checkpoint:
+    """A family's checkpoint, made once per test process and removed at its end."""
+    holder = tempfile.TemporaryDirectory(prefix="headrace-rngd-")
+    atexit.register(holder.cleanup)
+    return make_checkpoint(family, Path(holder.name))
 
 
 def make_checkpoint(family: str, directory: Path) -> Checkpoint:

@@ -106,7 +106,9 @@ class RngdEngine:
             )
         shapes = family.geometry(family.text(config)).values()
         windows = [shape.window for shape in shapes if shape.window is not None]
-        buckets = choose(options.token_buckets, max_positions, min(windows, default=None))
+        buckets = choose(
+            options.token_buckets, max_positions, min(windows, default=None), family.min_tokens
+        )
         self._executor = executor
         self._manifest = Manifest(
             role="source",
@@ -183,16 +185,14 @@ class RngdEngine:
             final=emitter.final,
             end=emitter.end,
         )
-        row = torch.empty(1, self._manifest.vocab_size, dtype=torch.bfloat16)
-        ticket = program.read_logits(given, row)
+        row = torch.empty(1, program.last_width, dtype=torch.bfloat16)
+        ticket = program.read_last(given, row)
         while not ticket.done():
             sink.check()
             emitter.poll()
         ready_ns = time.monotonic_ns()
         emitter.finish()
-        if not bool(row.isfinite().all()):
-            program.forget()
-        sink.final(as_bytes(row[0].to(torch.float32)), ready_ns=ready_ns)
+        sink.final(as_bytes(program.logits(row)), ready_ns=ready_ns)
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         low, high = min(tokens), max(tokens)

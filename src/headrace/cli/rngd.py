@@ -16,11 +16,13 @@ from headrace.engine import environments
 from headrace.engine.environment_making import make
 from headrace.engine.environments import RNGD
 from headrace.engine.rngd import preflight
-from headrace.engine.rngd.probes import COMPILER
-from headrace.errors import BackendUnavailable, HeadraceError
+from headrace.engine.rngd.probes import COMPILER, PES_PER_CARD
+from headrace.errors import BackendUnavailable, HeadraceError, Refused
 
 PROBE_MODULE = "headrace.engine.rngd.probe"
 CARDS = 1024
+CHIPS = (1, 2, 4)
+NOTHING_PROBED = 2
 TOLD_COLUMNS = 72
 
 rngd_app = App(
@@ -113,6 +115,7 @@ def _prove(interpreter: str) -> None:
 def probe(
     *,
     device: int = 0,
+    chips: int = 1,
     emulate: Annotated[bool, Parameter(negative="")] = False,
     share_device: Annotated[bool, Parameter(negative="")] = False,
     out: Path | None = None,
@@ -126,6 +129,8 @@ def probe(
     ----------
     device
         N of the device furiosa:N.
+    chips
+        How many chips that device is made of.
     emulate
         Run what can be run on the CPU, to see that the probe works; it verifies no card.
     share_device
@@ -136,27 +141,28 @@ def probe(
         The interpreter of the source's environment, by default the one that setup made.
     """
     check_count("--device", device, least=0, limit=CARDS)
+    if chips not in CHIPS:
+        raise Refused(f"--chips is {chips}; choose 1, 2 or 4", field="chips")
     name = "emulated" if emulate else f"furiosa:{device}"
     if out is not None:
         out = out.expanduser().absolute()
         check_output("--out", out)
     interpreter = python or environments.find(RNGD)
-    preflight.check(interpreter, emulate=emulate, device=device, share=share_device)
+    fusion = chips * PES_PER_CARD
+    preflight.check(interpreter, emulate=emulate, device=device, share=share_device, fusion=fusion)
     command = [
-        *(interpreter, "-m", PROBE_MODULE, f"--device={device}"),
+        *(interpreter, "-m", PROBE_MODULE, f"--device={device}", f"--chips={chips}"),
         *(["--emulate"] if emulate else []),
         *([] if out is None else [f"--out={out}"]),
     ]
-    told = _run(command, name).splitlines()
-    path = out or Path(next((line for line in reversed(told) if line.strip()), ""))
-    if not path.is_file():
-        raise HeadraceError(f"the probe of {name} wrote no record")
-    print(path)
-    return 0
+    return _run(command, name, out)
 
 
-def _run(command: list[str], name: str) -> str:
-    """What a probe printed on standard output: at its end the path of its record."""
+def _run(command: list[str], name: str, out: Path | None) -> int:
+    """Run a probe, which prints the path of its record, and print that path; returns its status.
+
+    0: the source can use what was found. 1: it cannot. 2: nothing could be probed.
+    """
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -164,7 +170,16 @@ def _run(command: list[str], name: str) -> str:
         env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         check=False,
     )
-    if status := done.returncode:
+    status = done.returncode
+    if status == NOTHING_PROBED:
+        return status  # it has said why
+    if status not in (0, 1):
         how = f"exit status {status}" if status > 0 else f"signal {-status}"
-        raise HeadraceError(f"the probe of {name} ended with {how}; what it said is above")
-    return done.stdout.decode(errors="replace")
+        record = f", and its record so far is {out}" if out is not None and out.is_file() else ""
+        raise HeadraceError(f"the probe of {name} ended with {how}; it said why above{record}")
+    told = done.stdout.decode(errors="replace").splitlines()
+    path = Path(next((line for line in reversed(told) if line.strip()), ""))
+    if not path.is_file():
+        raise HeadraceError(f"the probe of {name} wrote no record")
+    print(path)
+    return status

@@ -120,6 +120,9 @@ def load_model(
             attn_implementation=attention,
             local_files_only=True,
         )
+    except ImportError as exc:  # 8 bit weights are read with a package that others do not need
+        told = " ".join(str(exc).split())
+        raise Refused(f"{directory} needs one more package to load: {told}", field="model") from exc
     except (OSError, ValueError, KeyError) as exc:
         raise Refused(f"{directory} does not load as a causal model: {exc}", field="model") from exc
     try:

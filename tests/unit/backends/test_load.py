@@ -96,6 +96,13 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     assert "Install headrace[cpu]" in str(caught.value)
 
 
+def test_rngd_says_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(load.SOURCES, "rngd", "headrace.backends.nothing:open")
+    with pytest.raises(BackendUnavailable, match="run headrace rngd setup") as caught:
+        open_source("rngd", {})
+    assert (caught.value.vendor, caught.value.stage) == ("rngd", "sdk_missing")
+
+
 def test_only_what_is_asked_for_is_imported() -> None:
     """A vendor's SDK is never touched by a process that does not use it."""
     code = (

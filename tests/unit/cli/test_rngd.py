@@ -165,7 +165,7 @@ def test_a_probe_tells_where_its_record_lies(
     arguments = probed(f"touch {record}; echo a banner; echo {record}")
     assert run_command(["rngd", "probe", "--emulate"]) == 0
     assert capsys.readouterr().out == f"{record}\n"
-    assert arguments.read_text() == "-m headrace.engine.rngd.probe --device=0 --emulate\n"
+    assert arguments.read_text() == "-m headrace.engine.rngd.probe --device=0 --chips=1 --emulate\n"
     assert run_command(["rngd", "probe", "--emulate", "--out", str(record)]) == 0
     assert capsys.readouterr().out == f"{record}\n"
     assert arguments.read_text().split()[-1] == f"--out={record}"
@@ -174,8 +174,8 @@ def test_a_probe_tells_where_its_record_lies(
 @pytest.mark.parametrize(
     ("does", "said"),
     [
-        ("exit 3", "the probe of emulated ended with exit status 3; what it said is above"),
-        ("kill -9 $$", "the probe of emulated ended with signal 9; what it said is above"),
+        ("exit 3", "the probe of emulated ended with exit status 3; it said why above"),
+        ("kill -9 $$", "the probe of emulated ended with signal 9; it said why above"),
         ("true", "the probe of emulated wrote no record"),
         ("echo /no/such/record", "the probe of emulated wrote no record"),
     ],
@@ -185,6 +185,27 @@ def test_a_probe_that_failed_is_one_sentence(
 ) -> None:
     probed(does)
     assert complaint(["rngd", "probe", "--emulate"], capsys, status=1) == said
+
+
+def test_a_probe_that_died_leaves_what_it_found(
+    probed: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "record.json"
+    probed(f"touch {record}; kill -ABRT $$")
+    said = complaint(["rngd", "probe", "--emulate", "--out", str(record)], capsys, status=1)
+    assert said.endswith(f"signal 6; it said why above, and its record so far is {record}")
+
+
+@pytest.mark.parametrize("status", [1, 2])
+def test_what_a_probe_has_said_itself_is_not_said_again(
+    probed: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], status: int
+) -> None:
+    record = tmp_path / "record.json"
+    probed(f"touch {record}; echo {record}; exit {status}")
+    assert run_command(["rngd", "probe", "--emulate"]) == status
+    shown = capsys.readouterr()
+    assert shown.out == (f"{record}\n" if status == 1 else "")
+    assert "headrace:" not in shown.err
 
 
 def test_a_probe_begins_with_preflight(
@@ -201,6 +222,7 @@ def test_a_probe_begins_with_preflight(
     [
         (["--device", "-1"], "--device is -1"),
         (["--out", "/"], "--out: / is a directory"),
+        (["--chips", "3"], "--chips is 3; choose 1, 2 or 4"),
         ([], "furiosa: sdk_missing: environment: no environment in "),
     ],
 )

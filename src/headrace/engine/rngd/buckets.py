@@ -92,22 +92,24 @@ class Buckets:
         return Chunk(start, stop, tokens, self.attention(tokens, start, stop))
 
 
-def choose(asked: Sequence[int], max_positions: int, window: int | None) -> Buckets:
-    """The buckets for a model whose shortest sliding window is `window`, None if it has none.
+def choose(asked: Sequence[int], max_positions: int, window: int | None, least: int = 1) -> Buckets:
+    """The buckets for a model whose shortest sliding window is `window`, None if it has none, and
+    whose kernels take at least `least` tokens.
 
-    A kernel for a sliding layer takes no more tokens than the window here, so larger buckets are
-    left out.
+    A kernel for a sliding layer takes no more tokens than the window here. What is larger or
+    smaller than that is left out.
 
     Raises:
         Refused: a bucket is no positive number, is asked for twice, or none is left.
     """
     if not asked or any(size < 1 for size in asked) or len(set(asked)) != len(asked):
         raise Refused(f"token_buckets {list(asked)} must be positive and differ", field="buckets")
-    fitting = sorted(size for size in asked if window is None or size <= window)
+    largest = max(asked) if window is None else window
+    fitting = sorted(size for size in asked if least <= size <= largest)
     if not fitting:
         raise Refused(
-            f"token_buckets {list(asked)}: the model's window is {window}, and a bucket may not be "
-            "larger; add a smaller one",
+            f"token_buckets {list(asked)}: this model's kernels take {least} to {largest} tokens; "
+            "add a bucket of such a size",
             field="buckets",
         )
     return Buckets(tuple(fitting), max_positions)

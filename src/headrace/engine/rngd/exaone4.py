@@ -19,6 +19,7 @@ from headrace.engine.rngd.family import (
     number,
     require,
 )
+from headrace.engine.rngd.fields import check_parts, listed_kinds, told
 from headrace.engine.rngd.fp8 import BLOCK, check_blocks, with_scales
 from headrace.engine.rngd.llama import rope_parameters
 from headrace.errors import Refused
@@ -46,33 +47,13 @@ WEIGHTS: Final[dict[str, str]] = {
 def check(config: Config) -> None:
     """Raises Refused for an EXAONE 4 that these kernels would compute wrongly."""
     require(config, "hidden_act", "silu", absent="silu")
-    number(config, "head_dim")
-    check_blocks(config, config)
-    for name, unit in (("hidden_size", CHIPS * BLOCK), ("num_key_value_heads", CHIPS)):
-        if number(config, name) % unit:
-            raise Refused(
-                f"config.json: {name} is {config[name]}, and {CHIPS} chips take equal parts of "
-                f"multiples of {unit}",
-                field=name,
-            )
-    number(config, "sliding_window")  # without one, full layers would turn their keys
-    if kinds(config)[0] != SLIDING:
+    # Without a window, full layers would turn their keys, which these do not.
+    told(config, 1, "sliding_window")
+    check_blocks(config)
+    check_parts({"hidden_size": config["hidden_size"]}, CHIPS * BLOCK)
+    check_parts({"num_key_value_heads": config["num_key_value_heads"]}, CHIPS)
+    if listed_kinds(config)[0] != SLIDING:
         raise Refused("these kernels begin with a sliding layer", field="layer_types")
-
-
-def kinds(config: Config) -> tuple[str, ...]:
-    """The config's own list.
-
-    Raises:
-        Refused: there is none, or not of as many kinds as layers.
-    """
-    listed = tuple(config.get("layer_types") or ())
-    if len(listed) != number(config, "num_hidden_layers") or set(listed) - {FULL, SLIDING}:
-        raise Refused(
-            f"config.json: layer_types must name {SLIDING!r} or {FULL!r} for every layer",
-            field="layer_types",
-        )
-    return listed
 
 
 def geometry(config: Config) -> Mapping[str, Geometry]:
@@ -85,20 +66,7 @@ def geometry(config: Config) -> Mapping[str, Geometry]:
 
 def overrides(config: Config, max_positions: int) -> Mapping[str, Any]:
     """max_positions: how long a rope table the kernels take."""
-    names = (
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "vocab_size",
-        "intermediate_size",
-        "sliding_window",
-    )
-    return {
-        **{name: number(config, name) for name in names},
-        "rms_norm_eps": float(config["rms_norm_eps"]),
-        "max_position_embeddings": max_positions,
-    }
+    return told(config, max_positions, "sliding_window")
 
 
 def rope(config: Config) -> Rope:
@@ -129,6 +97,6 @@ FAMILY: Final = Family(
     ropes={"rope_table": rope},
     check=check,
     geometry=geometry,
-    kinds=kinds,
+    kinds=listed_kinds,
     overrides=overrides,
 )

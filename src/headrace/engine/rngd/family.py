@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -50,6 +50,13 @@ class Rope:
     rotated: int = 0
 
 
+class TensorsByName(Protocol):
+    """Where weights come from: `weights.Weights`, or a stand-in for it."""
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        """A tensor as a kernel takes it; raises Refused if there is none such."""
+
+
 @dataclass(frozen=True)
 class Family:
     """See the module's text.
@@ -66,6 +73,9 @@ class Family:
     check: raises Refused for what of a config the kernels cannot do.
     geometry: a config's layers by kind. kinds: the kind of each layer.
     overrides: what the kernels are told, for `max_positions`.
+    quantised: whether they take 8 bit weights. min_tokens: the smallest token bucket.
+    head: a tensor of the checkpoint by which the host multiplies the one row that `last` leaves, or
+    None where `last` gives logits.
     embed: from config, weights and int32 ids the bf16 rows that `first` takes instead of ids; None
     where it looks them up itself.
     """
@@ -87,7 +97,10 @@ class Family:
     text: Callable[[Config], Config] = lambda config: config
     attention_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
-    embed: Callable[[Config, Any, torch.Tensor], torch.Tensor] | None = None
+    embed: Callable[[Config, TensorsByName, torch.Tensor], torch.Tensor] | None = None
+    quantised: bool = False
+    min_tokens: int = 1
+    head: str | None = None
 
 
 def require(config: Config, field_name: str, *allowed: Any, absent: Any = None) -> None:

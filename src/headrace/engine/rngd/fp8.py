@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from headrace.engine.rngd.family import Config, number
+from headrace.engine.rngd.fields import check_parts
 from headrace.errors import Refused
 
 BLOCK: Final = 128
@@ -29,10 +30,10 @@ def with_scales(weights: Mapping[str, str], suffix: str) -> dict[str, str]:
     return {**weights, **scales}
 
 
-def check_blocks(config: Config, text: Config) -> None:
-    """Check that a checkpoint is quantised in these blocks and that its sizes are whole blocks.
+def check_blocks(config: Config) -> None:
+    """Check that a model is quantised in these blocks and that its sizes are whole blocks.
 
-    config: the checkpoint's. text: the part of it that describes the text decoder.
+    config: of the text decoder, with how the checkpoint is quantised.
 
     Raises:
         Refused: it is not, or they are not.
@@ -45,12 +46,9 @@ def check_blocks(config: Config, text: Config) -> None:
             "name its FP8 release",
             field="model",
         )
-    for name in ("hidden_size", "intermediate_size"):
-        if number(text, name) % BLOCK:
-            raise Refused(
-                f"config.json: {name} is {text[name]}, the kernels take multiples of {BLOCK}",
-                field=name,
-            )
+    check_parts(
+        {name: number(config, name) for name in ("hidden_size", "intermediate_size")}, BLOCK
+    )
 
 
 def _block(quantisation: Mapping[str, object]) -> list[int] | None:

@@ -38,6 +38,8 @@ def import_torch_furiosa() -> ModuleType:
     Where torch loads no device backends by itself (TORCH_DEVICE_BACKEND_AUTOLOAD=0, as in each
     process that headrace starts), importing `furiosa.torch` registers nothing.
     """
+    # The vendor has a log of its own; the root's handlers would print all of it a second time.
+    logging.getLogger("furiosa_torch").propagate = False
     import_module("furiosa.torch._register")
     return import_module("furiosa.torch")
 

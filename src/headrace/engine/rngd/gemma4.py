@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 
-from headrace.engine.rngd.exaone4 import kinds
 from headrace.engine.rngd.family import (
     FULL,
     SLIDING,
@@ -23,8 +22,8 @@ from headrace.engine.rngd.family import (
     number,
     require,
 )
+from headrace.engine.rngd.fields import check_parts, listed_kinds, told
 from headrace.engine.rngd.fp8 import BLOCK, check_blocks, with_scales
-from headrace.engine.rngd.program import TensorsByName
 from headrace.errors import Refused
 
 CHIPS: Final = 4
@@ -75,7 +74,8 @@ def check(config: Config) -> None:
     require(config, "attention_bias", False, absent=False)
     require(config, "attention_k_eq_v", True)
     require(config, "enable_moe_block", False, absent=False)
-    require(config, "hidden_size_per_layer_input", 0, absent=0)
+    require(config, "use_double_wide_mlp", False, absent=False)
+    require(config, "hidden_size_per_layer_input", 0)
     require(config, "num_kv_shared_layers", 0, absent=0)
     # "vision" lets parts of an image see each other; a prompt of text alone is causal.
     require(config, "use_bidirectional_attention", "vision", None)
@@ -84,15 +84,13 @@ def check(config: Config) -> None:
             "config.json has no final_logit_softcapping, and these kernels cap logits",
             field="final_logit_softcapping",
         )
-    check_blocks(config, config)
-    for kind, shape in geometry(config).items():
-        if shape.heads % CHIPS or shape.head_dim % BLOCK:
-            raise Refused(
-                f"config.json: {kind} layers have {shape.heads} KV heads of {shape.head_dim}; "
-                f"{CHIPS} chips take equal parts, and heads of multiples of {BLOCK}",
-                field="num_key_value_heads",
-            )
-    order = kinds(config)
+    check_blocks(config)
+    overrides(config, 1)
+    for name in ("num_key_value_heads", "num_global_key_value_heads"):
+        check_parts({name: config[name]}, CHIPS)
+    for name in ("head_dim", "global_head_dim"):
+        check_parts({name: config[name]}, BLOCK)
+    order = listed_kinds(config)
     if (order[0], order[-1]) != (SLIDING, FULL) or (FULL, FULL) in pairwise(order):
         raise Refused(
             "these kernels begin with a sliding layer, end with a full one, and have no two full "
@@ -116,24 +114,11 @@ def geometry(config: Config) -> Mapping[str, Geometry]:
 
 def overrides(config: Config, max_positions: int) -> Mapping[str, Any]:
     """max_positions: how long the rope tables are that the kernels take."""
-    names = (
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "num_global_key_value_heads",
-        "head_dim",
-        "global_head_dim",
-        "vocab_size",
-        "intermediate_size",
-        "sliding_window",
+    shape = told(
+        config, max_positions, "sliding_window", "num_global_key_value_heads", "global_head_dim"
     )
-    told = {
-        **{name: number(config, name) for name in names},
-        "rms_norm_eps": float(config["rms_norm_eps"]),
-        "final_logit_softcapping": float(config["final_logit_softcapping"]),
-        "max_position_embeddings": max_positions,
-    }
-    return {"text_config": told}
+    capping = float(config["final_logit_softcapping"])
+    return {"text_config": {**shape, "final_logit_softcapping": capping}}
 
 
 def embed(config: Config, weights: TensorsByName, ids: torch.Tensor) -> torch.Tensor:
@@ -188,7 +173,7 @@ FAMILY: Final = Family(
     ropes={"rope_table_sliding": sliding_rope, "rope_table_full": full_rope},
     check=check,
     geometry=geometry,
-    kinds=kinds,
+    kinds=listed_kinds,
     overrides=overrides,
     text=text,
     embed=embed,

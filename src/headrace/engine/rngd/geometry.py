@@ -10,12 +10,18 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from headrace.engine.rngd import llama
+from headrace.engine.rngd import exaone4, gemma4, llama, qwen3
 from headrace.engine.rngd.family import Config, Family, number
 from headrace.errors import Refused
 from headrace.geometry import Full, Layer, Part, Sliding
 
-FAMILIES: Final[tuple[Family, ...]] = (llama.FAMILY,)
+FAMILIES: Final[tuple[Family, ...]] = (
+    llama.FAMILY,
+    qwen3.FAMILY,
+    qwen3.FAMILY_BF16,
+    exaone4.FAMILY,
+    gemma4.FAMILY,
+)
 
 KV_DTYPE: Final = "bfloat16"
 """Of the cache of every kernel that is used here."""
@@ -48,10 +54,11 @@ def family_of(config: Config) -> Family:
         Refused: none does, or the config asks for what its kernels cannot do.
     """
     model_type = config.get("model_type")
-    for family in FAMILIES:
-        if family.model_type == model_type:
-            family.check(family.text(config))
-            return family
+    quantised = bool(config.get("quantization_config"))
+    fitting = [family for family in FAMILIES if family.model_type == model_type]
+    for family in sorted(fitting, key=lambda family: family.quantised != quantised):
+        family.check(family.text(config))
+        return family
     known = ", ".join(sorted({family.model_type for family in FAMILIES}))
     raise Refused(
         f"config.json: model_type is {model_type!r}, and there are prefill kernels for {known}",

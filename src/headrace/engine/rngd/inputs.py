@@ -48,12 +48,16 @@ def attention_inputs(chunk: Chunk, size: int, window: int | None) -> dict[str, t
     """Which slots attention gathers (int32 [1, size]) and who sees whom (bool [1, tokens, size]).
 
     Position j is seen from position i if j <= i and, with a window, j > i - window. Every row sees
-    something, padding too: a row of nothing would be no number, and end up in slot 0.
+    something, padding too: a row of nothing would be no number.
+
+    Positions past the prompt gather the first row again, which nobody sees there. The vendor's mark
+    for padding, slot 0, would have the kernel gather rows of other prompts in its place, with a
+    weight of zero: and that makes no zero of what is not finite.
     """
     first = 0 if window is None else max(0, chunk.stop - size)
     places = torch.arange(first, first + size)
     real = places < chunk.stop
-    slots = torch.where(real, places + 1, 0).to(torch.int32)
+    slots = torch.where(real, places, first).to(torch.int32) + 1
     seers = torch.arange(chunk.start, chunk.start + chunk.tokens)[:, None]
     mask = (places[None] <= seers) & real[None]
     if window is not None:

@@ -33,11 +33,27 @@ def padded(tensor: Tensor, host: torch.Tensor) -> torch.Tensor:
 def stored(tensor: Tensor, host: torch.Tensor) -> torch.Tensor:
     """`host` as the chips store it, in memory of its own."""
     full = padded(tensor, host)
-    if not tensor.placed:
+    if not tensor.on_chips:
         return full.clone()
     if tensor.split is None:
         return full[None].clone()
     return torch.stack(full.chunk(tensor.chips, tensor.split)).contiguous()
+
+
+def whole(tensor: Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """The inverse of `stored`, in memory of its own.
+
+    Raises:
+        LocalProtocolError: `kept` is not of the stored shape.
+    """
+    full = _shaped(tensor, kept)
+    if tensor.on_chips and tensor.split is None:
+        full = full[0]
+    elif tensor.on_chips and tensor.split is not None:
+        full = full.movedim(0, tensor.split).reshape(tensor.padded)
+    return full[tuple(slice(size) for size in tensor.shape)].clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 def rows(tensor: Tensor, kept: torch.Tensor, first: int, stop: int) -> torch.Tensor:
@@ -47,12 +63,10 @@ def rows(tensor: Tensor, kept: torch.Tensor, first: int, stop: int) -> torch.Ten
     Raises:
         LocalProtocolError: `kept` is not of the stored shape, or the first axis is a split one.
     """
-    if kept.numel() != _count(tensor.stored) or tensor.split == 0:
-        raise LocalProtocolError(
-            f"{tensor.name}: rows of {tuple(kept.shape)}, stored as {tensor.stored}"
-        )
-    shaped = kept.reshape(tensor.stored)
-    if not tensor.placed:
+    shaped = _shaped(tensor, kept)
+    if tensor.on_chips and tensor.split == 0:
+        raise LocalProtocolError(f"{tensor.name}: rows of what is split by its rows")
+    if not tensor.on_chips:
         picked = shaped[first:stop]
     elif tensor.split is None:
         picked = shaped[0, first:stop]
@@ -60,6 +74,14 @@ def rows(tensor: Tensor, kept: torch.Tensor, first: int, stop: int) -> torch.Ten
         own = shaped[:, first:stop].movedim(0, tensor.split)
         picked = own.reshape(stop - first, *tensor.padded[1:])
     return picked[(slice(None), *(slice(size) for size in tensor.shape[1:]))]
+
+
+def _shaped(tensor: Tensor, kept: torch.Tensor) -> torch.Tensor:
+    if kept.numel() != _count(tensor.stored):
+        raise LocalProtocolError(
+            f"{tensor.name}: rows of {tuple(kept.shape)}, stored as {tensor.stored}"
+        )
+    return kept.reshape(tensor.stored)
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -68,7 +68,10 @@ def probe(
         BackendUnavailable: there is no such card.
     """
     say = say or (lambda text: print(text, file=sys.stderr, flush=True))
-    card: dict[str, Any] = {"emulated": True} if emulate else cards.describe(sdk.smi, device)
+    # A device spans as many cards as chips: number N begins at card N times chips.
+    card: dict[str, Any] = {"emulated": True}
+    if not emulate:
+        card = cards.describe(sdk.smi, device * chips)
     path = out or record.path_of(sdk, card, chips)
     made = Record(
         sdk=sdk.name,
@@ -77,6 +80,7 @@ def probe(
         chips=chips,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+    say(f"probe: the record is {path}")
     bench = Bench(sdk, device, chips, _opener(sdk, device, chips, say), say)
     for step in STEPS:
         if emulate and step.needs_card:

@@ -35,7 +35,7 @@ _CALLS: Final[Mapping[str, tuple[str, ...]]] = {
     "card": (
         *("CompileModule.from_module", "CompileModule.build_tp_module", "Runnable", "TpModule"),
         *("Stream", "Event.record", "Event.query", "Event.synchronize", "set_stream"),
-        *("set_fusion", "empty_sharded", "config.cache_context"),
+        *("current_stream", "set_fusion", "empty_sharded", "config.cache_context"),
     ),
 }
 _FACTORIES: Final[Mapping[str, tuple[str, ...]]] = {

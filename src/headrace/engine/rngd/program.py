@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
 from headrace.engine.rngd.buckets import Buckets, Chunk
 from headrace.engine.rngd.executor import Executor, Program, Ticket, bind
-from headrace.engine.rngd.family import Config, Family
+from headrace.engine.rngd.family import Config, Family, TensorsByName, number
 from headrace.engine.rngd.inputs import ChunkInputs, attention_inputs, token_inputs
 from headrace.engine.rngd.kernels import Kernels
 from headrace.engine.rngd.rope import table
@@ -26,12 +26,6 @@ from headrace.engine.rngd.signature import Tensor, changed
 CACHES: Final = {"k_cache": 0, "v_cache": 1}
 STAGES: Final = ("first", "attention", "mid", "last")
 """What the host's time is told by. On a card a call returns before its kernel has run."""
-
-
-class TensorsByName(Protocol):
-    """Where weights come from: `weights.Weights`, or a stand-in for it."""
-
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor: ...
 
 
 class LayerProgram:
@@ -102,19 +96,26 @@ class LayerProgram:
         tensor, cache = self._caches[layer, part]
         return self._executor.read(tensor, cache, start + 1, stop + 1, target[:, None])
 
-    def read_logits(self, given: tuple[Tensor, Any, int], target: torch.Tensor) -> Ticket:
-        """Begin to copy a prompt's last row of logits, bf16, into `target` [1, vocab_size]."""
+    @property
+    def last_width(self) -> int:
+        """How many numbers `read_last` copies: logits, or what the host makes them of."""
+        name = "vocab_size" if self._family.head is None else "hidden_size"
+        return number(self._config, name)
+
+    def read_last(self, given: tuple[Tensor, Any, int], target: torch.Tensor) -> Ticket:
+        """Begin to copy the last position's row of what `run` gave into `target`, bf16
+        [1, last_width].
+        """
         tensor, logits, row = given
         return self._executor.read(tensor, logits, row, row + 1, target)
 
-    def forget(self) -> None:
-        """Give the caches up: what lies there could poison what is computed next.
-
-        Attention gathers padding from any slot, with a weight of zero, which makes no zero of what
-        is not finite.
-        """
-        self._executor.wait()
-        self._caches.clear()
+    def logits(self, row: torch.Tensor) -> torch.Tensor:
+        """float32 [vocab_size] out of the row that `read_last` copied."""
+        if self._family.head is not None:
+            shape = number(self._config, "vocab_size"), self.last_width
+            head = self._weights.tensor(self._family.head, shape, "bfloat16")
+            row = torch.nn.functional.linear(row, head)
+        return row[0].to(torch.float32)
 
     def _layers(
         self, chunk: Chunk, inputs: ChunkInputs, final: Callable[[int], None], *, last: bool

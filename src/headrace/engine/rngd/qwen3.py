@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from headrace.engine.rngd.family import FULL, Config, Family, Geometry, Rope, number, require
+from headrace.engine.rngd.fields import told
 from headrace.engine.rngd.fp8 import check_blocks, with_scales
 from headrace.engine.rngd.llama import LAYER_WEIGHTS, MODEL_WEIGHTS, kinds, rope_parameters
 from headrace.errors import Refused
@@ -27,7 +28,7 @@ STAND_INS: Final = {HEAD: "model.embed_tokens.weight"}
 def check(config: Config) -> None:
     """Raises Refused for a Qwen3 with 8 bit weights that these kernels would compute wrongly."""
     _check_shape(config)
-    check_blocks(config, config)
+    check_blocks(config)
 
 
 def check_bf16(config: Config) -> None:
@@ -41,8 +42,7 @@ def _check_shape(config: Config) -> None:
     require(config, "hidden_act", "silu", absent="silu")
     require(config, "attention_bias", False, absent=False)
     require(config, "use_sliding_window", False, absent=False)
-    number(config, "head_dim")
-    number(config, "num_key_value_heads")
+    told(config, 1)
 
 
 def geometry(config: Config) -> Mapping[str, Geometry]:
@@ -51,19 +51,7 @@ def geometry(config: Config) -> Mapping[str, Geometry]:
 
 def overrides(config: Config, max_positions: int) -> Mapping[str, Any]:
     """max_positions: how long a rope table the kernels take."""
-    names = (
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "vocab_size",
-        "intermediate_size",
-    )
-    return {
-        **{name: number(config, name) for name in names},
-        "rms_norm_eps": float(config["rms_norm_eps"]),
-        "max_position_embeddings": max_positions,
-    }
+    return told(config, max_positions)
 
 
 def rope(config: Config) -> Rope:
@@ -81,6 +69,7 @@ FAMILY: Final = Family(
     attention={FULL: "qwen3_8b_w8fa8fdkv16_full_attention"},
     weights=with_scales(WEIGHTS, "weight_scale_inv"),
     optional=STAND_INS,
+    quantised=True,
     ropes={"rope_table": rope},
     check=check,
     geometry=geometry,
@@ -99,6 +88,7 @@ FAMILY_BF16: Final = Family(
     attention={FULL: "qwen3_embedding_8b_bf16_full_attention"},
     weights=WEIGHTS,
     optional=STAND_INS,
+    head=HEAD,
     ropes={"rope_table": rope},
     check=check_bf16,
     geometry=geometry,

@@ -37,8 +37,7 @@ class Tensor:
 
     shape: as the model has it, in elements. padded: the same with each axis as long as the kernel
     stores it. dtype: in torch's names. split: the axis of `padded` that lies on `chips` chips, in
-    equal parts; None where each chip has all of it. placed: whether the kernel says so at all, that
-    is, whether its stored form has a leading axis of chips.
+    equal parts; None where each chip has all of it. placed: whether the kernel says so at all.
     """
 
     name: str
@@ -50,14 +49,29 @@ class Tensor:
     placed: bool = False
 
     @property
+    def on_chips(self) -> bool:
+        """Whether the stored form has a leading axis of chips; one chip's part of all has none."""
+        return self.placed and (self.split is None or self.chips > 1)
+
+    @property
     def stored(self) -> tuple[int, ...]:
-        """The shape as it lies in the chips' memories: a leading axis of chips where `placed`."""
-        if not self.placed:
+        """The shape as it lies in the chips' memories: a leading axis of chips where `on_chips`."""
+        if not self.on_chips:
             return self.padded
         inner = list(self.padded)
         if self.split is not None:
             inner[self.split] //= self.chips
         return (self.chips, *inner)
+
+    @property
+    def squeezed(self) -> tuple[int, ...]:
+        """The stored shape as the vendor's CPU executor takes it: where the kernel says how a
+        tensor is placed, axes of length one are left out, but for that of chips.
+        """
+        if not self.placed:
+            return self.stored
+        chips = self.stored[:1] if self.on_chips else ()
+        return (*chips, *(size for size in self.stored[len(chips) :] if size != 1))
 
 
 @dataclass(frozen=True)

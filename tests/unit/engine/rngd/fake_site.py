@@ -48,7 +48,7 @@ class CompileModule:
 class config:
     cache_context = None
 
-TclModule = Runnable = TpModule = set_stream = empty_sharded = None
+TclModule = Runnable = TpModule = set_stream = current_stream = empty_sharded = None
 
 class Stream:
     def __init__(self, device):

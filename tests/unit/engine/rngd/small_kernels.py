@@ -62,6 +62,11 @@ class Kernel:
     run: Callable[..., Sequence[torch.Tensor]]
 
 
+def open_llama() -> Sdk:
+    """A factory as the engine's option `sdk` names one."""
+    return Library(llama.FAMILY).sdk()
+
+
 @dataclass
 class Library:
     """The factories of one family. made: the sizes that each was asked for, in order.
@@ -135,8 +140,9 @@ class _Maker:
             self._library.called.append(self._name)
             for tensor, argument in zip(taken, given, strict=True):
                 told = tuple(argument.shape), str(argument.dtype)
-                assert told == (tensor.stored, f"torch.{tensor.dtype}"), tensor.name
-            return run(**dict(zip(arguments, given, strict=True)))
+                assert told == (tensor.squeezed, f"torch.{tensor.dtype}"), tensor.name
+            formed = [each.view(tensor.stored) for tensor, each in zip(taken, given, strict=True)]
+            return run(**dict(zip(arguments, formed, strict=True)))
 
         return Kernel(dsl, call)
 
@@ -221,7 +227,7 @@ class _Maker:
             torch.cat(list(self._of_chips(given[name])), 2)[slots, 0].float()
             for name in ("k_cache", "v_cache")
         )
-        query = given["query"].float().unflatten(1, (-1, self._axes["E"]))
+        query = _split(given["query"].float(), self._axes["E"])
         keys, values = (
             each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (keys, values)
         )
@@ -238,7 +244,7 @@ class _Maker:
         return [cache] if self._chips == 1 else list(cache)
 
     def _by_head(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return (states @ weight.float().T).unflatten(1, (-1, self._axes["E"]))
+        return _split(states @ weight.float().T, self._axes["E"])
 
 
 def _ended(given: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -255,9 +261,13 @@ def _norm(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.float()
 
 
+def _split(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    return rows.reshape(len(rows), -1, head_dim)
+
+
 def _turned(heads: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
     """[tokens, heads, head_dim], element i turned with element i + head_dim / 2."""
-    halves = heads.unflatten(2, (2, -1))
+    halves = heads.reshape(*heads.shape[:2], 2, -1)
     return torch.einsum("tior,thri->thoi", turn, halves).flatten(2)
 
 

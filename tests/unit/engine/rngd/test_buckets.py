@@ -22,7 +22,9 @@ def prompts(draw: st.DrawFn) -> tuple[Buckets, list[tuple[int, int]]]:
     num_tokens = draw(st.integers(1, LONGEST))
     cuts = sorted(draw(st.sets(st.integers(1, LONGEST), max_size=3)))
     chunk = draw(st.integers(0, num_tokens))
-    return choose(sorted(asked), LONGEST, None), pieces(num_tokens, chunk, [cut for cut in cuts if cut < num_tokens])
+    return choose(sorted(asked), LONGEST, None), pieces(
+        num_tokens, chunk, [cut for cut in cuts if cut < num_tokens]
+    )
 
 
 @given(prompts())
@@ -56,6 +58,17 @@ def test_buckets_hold_what_is_needed(
         assert first <= max(0, chunk.start - window + 1)
         assert first + size >= chunk.stop
         assert size >= min(chunk.attention, chunk.tokens + window)
+
+
+@given(prompts())
+def test_every_chunk_has_one_of_the_shapes_that_are_told(
+    prompt: tuple[Buckets, list[tuple[int, int]]],
+) -> None:
+    buckets, asked = prompt
+    shapes = [(chunk.tokens, chunk.attention) for chunk in buckets.shapes()]
+    assert len(set(shapes)) == len(shapes)
+    used = {(chunk.tokens, chunk.attention) for chunk in buckets.chunks(asked)}
+    assert used <= set(shapes)
 
 
 def test_the_number_of_attention_shapes_is_small() -> None:

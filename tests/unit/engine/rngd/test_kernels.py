@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def test_a_kernel_between_layers_is_named_by_both_kinds() -> None:
     for layer in range(1, len(KINDS)):
         kernels.token_wise(layer, FIRST)
     assert [name for name, _ in library.made] == list(
-        dict.fromkeys(f"mid_{a}_{b}" for a, b in zip(KINDS, KINDS[1:], strict=False))
+        dict.fromkeys(f"mid_{a}_{b}" for a, b in pairwise(KINDS))
     )
 
 
@@ -90,7 +91,7 @@ def test_further_options_of_an_attention_are_passed_on() -> None:
 
 def test_a_pair_of_kinds_without_a_kernel_is_refused() -> None:
     kernels, _ = kernels_of(replace(HYBRID, mid={(SLIDING, SLIDING): "mid_a"}))
-    with pytest.raises(BackendUnavailable, match="api_missing.*from a sliding.* to a full"):
+    with pytest.raises(BackendUnavailable, match=r"api_missing.*from a sliding.* to a full"):
         kernels.token_wise(2, FIRST)
 
 

@@ -1,4 +1,4 @@
-"""The layer loop on small kernels: its order of work, what it feeds them, what lies in its caches."""
+"""The layer loop on small kernels: its order of work, what they are fed, what lies in caches."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_weights_and_inputs_are_placed_once(directory: Path) -> None:
     running.executor.place = counting  # type: ignore[method-assign]
     running.run(prompt(20), [(0, 20)])
     by_name = {name: placed.count(name) for name in placed}
-    per_layer = {name: LAYERS for name in llama.LAYER_WEIGHTS}
+    per_layer = dict.fromkeys(llama.LAYER_WEIGHTS, LAYERS)
     once = [*llama.MODEL_WEIGHTS, "rope_table", "input_ids", "position_ids", "kv_scatter_index"]
     once += ["kv_gather_index", "attention_mask"]
     assert by_name == per_layer | dict.fromkeys(once, 1)
@@ -170,12 +170,13 @@ def test_weights_and_inputs_are_placed_once(directory: Path) -> None:
     assert not set(placed) & ({"rope_table"} | llama.FAMILY.weights.keys())
 
 
-@pytest.mark.parametrize("num_tokens", [5, 16, 20, 32, 96])
-def test_what_is_prepared_is_not_loaded_again(directory: Path, num_tokens: int) -> None:
+def test_what_is_prepared_is_not_loaded_again(directory: Path) -> None:
     running = Running(directory)
-    running.program.prepare(num_tokens)
+    running.program.prepare(choose((16, 32), MAX_POSITIONS, None).shapes())
     made, loaded = len(running.library.made), running.executor.statistics()
-    running.run(prompt(min(num_tokens, 32)), [(0, min(num_tokens, 32))])
+    for num_tokens in (5, 16, 17, 32, 33, 64, 65, MAX_POSITIONS):
+        running.run(prompt(num_tokens), [(0, num_tokens)])
+        running.run(prompt(num_tokens), [(0, 3), (3, num_tokens)])
     assert len(running.library.made) == made
     assert running.executor.statistics() == loaded == {"kernels_loaded": made}
 
@@ -194,6 +195,21 @@ def test_caches_that_are_given_up_begin_as_zeros(directory: Path) -> None:
     running.run(prompt(3), [(0, 3)])
     assert bool(running.cache(1, 0, 3, 40).eq(0).all())
     assert not bool(running.cache(1, 0, 0, 3).eq(0).all())
+
+
+@pytest.mark.parametrize("chips", [1, 2])
+def test_padding_of_no_number_is_seen(tmp_path: Path, chips: int) -> None:
+    """It is read in every layer, since the first ones may be sound."""
+    running = Running(write_checkpoint(tmp_path / "poisoned", poison=7), chips=chips)
+    assert running.program.padding_is_finite()
+    running.run([1, 2, 3], [(0, 3)])
+    assert running.program.padding_is_finite()
+    running.run([7] * 16, [(0, 16)])
+    assert running.program.padding_is_finite(), "that prompt has no padding"
+    running.run([1, 7, 3], [(0, 3)])
+    assert not running.program.padding_is_finite()
+    running.program.forget()
+    assert running.program.padding_is_finite()
 
 
 def test_a_family_may_look_embeddings_up_itself(directory: Path) -> None:

@@ -12,7 +12,8 @@ from headrace.errors import BackendUnavailable
 
 def text(arguments: str, results: str = "[N]/f32", axes: str = "N=4, M=6, P=8, G=2") -> str:
     lines = ",\n    ".join(arguments.split("; "))
-    return f"def inner<>(\n    x: [9]/f32\n) -> [9]/f32:\n    pass\n\ndef outer<{axes}>(\n    {lines}\n) -> {results}:\n    x: [N]/f32\n"
+    inner = "def inner<>(\n    x: [9]/f32\n) -> [9]/f32:\n    pass\n"
+    return f"{inner}\ndef outer<{axes}>(\n    {lines}\n) -> {results}:\n    x: [N]/f32\n"
 
 
 def only(argument: str) -> Tensor:

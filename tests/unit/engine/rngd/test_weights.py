@@ -25,9 +25,7 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("have", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("wanted", ["bfloat16", "float32", "float16"])
-def test_floats_are_converted_as_torch_does(
-    tmp_path: Path, have: torch.dtype, wanted: str
-) -> None:
+def test_floats_are_converted_as_torch_does(tmp_path: Path, have: torch.dtype, wanted: str) -> None:
     tensor = random(3, 5, dtype=have)
     got = Weights(written(tmp_path, {"w": tensor}), {}).tensor("w", (3, 5), wanted)
     dtype: torch.dtype = getattr(torch, wanted)
