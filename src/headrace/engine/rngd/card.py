@@ -129,9 +129,10 @@ class CardExecutor:
         if self._closed:
             return
         try:
-            self.wait()
-            with self._vendor():
-                self._torch.set_stream(self._before)
+            if self._broken is None:  # else nobody can say what is still queued
+                self.wait()
+                with self._vendor():
+                    self._torch.set_stream(self._before)
         finally:
             self._closed = True
 
@@ -154,7 +155,7 @@ class CardExecutor:
         axes = shard_axes(tensor, self._chips)
         dtype: torch.dtype = getattr(torch, tensor.dtype)
         return self._torch.empty_sharded(
-            list(tensor.padded), shard_axes=axes, dtype=dtype, device=torch_device(self._where)
+            list(tensor.padded), shard_axes=axes, dtype=dtype, device=self._where
         )
 
     def _check(self) -> None:
@@ -184,14 +185,6 @@ def shard_axes(tensor: Tensor, chips: int) -> list[tuple[int | None, int]]:
     A list of no axes is another thing to the vendor than a tensor that all chips have.
     """
     return [(tensor.split, chips)]
-
-
-def torch_device(where: str) -> Any:
-    """The device as torch has it, where the vendor's is registered in torch; else its name."""
-    try:
-        return torch.device(where)
-    except RuntimeError:  # a fake registers nothing
-        return where
 
 
 class _Queue:

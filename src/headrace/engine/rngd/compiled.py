@@ -201,7 +201,7 @@ def _check(inner: Any, signature: Signature, fusion: int, chips: int) -> None:
 
 
 def _failed(signature: Signature, exc: Exception) -> BackendUnavailable:
-    text = str(exc)
+    text = str(exc) or type(exc).__name__
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     said = lines[-1] if len(lines) < 2 else f"{lines[0]} ... {lines[-1]}"
     probe = f"compiling {signature.name}"

@@ -55,6 +55,7 @@ class TensorsByName(Protocol):
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         """A tensor as a kernel takes it; raises Refused if there is none such."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from headrace.engine.rngd.family import (
     Family,
     Geometry,
     Rope,
+    TensorsByName,
     number,
     require,
 )
