@@ -7,7 +7,7 @@ into the slot as soon as the kernel that makes them was called, before the layer
 
 from __future__ import annotations
 
-import importlib
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,30 +22,41 @@ from headrace.backends.options import read_options
 from headrace.backends.rngd_emitter import Emitter
 from headrace.engine.checkpoint import fingerprint
 from headrace.engine.pieces import pieces
-from headrace.engine.rngd import geometry
-from headrace.engine.rngd.buckets import TOKEN_BUCKETS, choose
+from headrace.engine.rngd import cards, geometry, preflight
+from headrace.engine.rngd.buckets import TOKEN_BUCKETS
+from headrace.engine.rngd.card import CardExecutor
+from headrace.engine.rngd.compiled import CompiledKernels
 from headrace.engine.rngd.emulated import EmulatedExecutor
 from headrace.engine.rngd.executor import Executor
-from headrace.engine.rngd.furiosa import open_sdk
+from headrace.engine.rngd.furiosa import import_smi, sdk_named
+from headrace.engine.rngd.model import Model, read_model
+from headrace.engine.rngd.probes import PES_PER_CARD
 from headrace.engine.rngd.program import LayerProgram
+from headrace.engine.rngd.record import Reads, verified_reads
 from headrace.engine.rngd.sdk import Sdk
 from headrace.engine.rngd.weights import Weights
 from headrace.engine.tensors import as_bytes
-from headrace.errors import Closed, DeviceError, LocalProtocolError, Refused, Unquiet
+from headrace.errors import (
+    BackendUnavailable,
+    Closed,
+    DeviceError,
+    LocalProtocolError,
+    Refused,
+    Unquiet,
+)
 from headrace.geometry import Manifest
-
-MAX_POSITIONS = 8192
-"""The longest prompt by default: caches of all layers are made for it at the start."""
 
 
 class Options(Struct, frozen=True, forbid_unknown_fields=True):
     """What `open` takes.
 
-    model: a directory with config.json and safetensors. emulate: run the vendor's kernels on the
-    CPU. device: the number of the card. threads: of torch on the host. max_positions: the longest
-    prompt, by default the model's longest or MAX_POSITIONS. token_buckets: most tokens computed at
-    once, one number for each compiled shape. sdk: `module:factory` of a fake that stands in for the
-    vendor's packages, for tests.
+    model: a directory with config.json and safetensors. threads: of torch on the host. emulate: run
+    the vendor's kernels on the CPU. device: the number of the card, in devices of as many chips as
+    the model's kernels span. share_device: go on although another process uses it. unverified: go
+    on without a record of a probe, or against it. max_positions: the longest prompt, by default
+    the model's longest or 8192. token_buckets: most tokens computed at once, one number for each
+    set of kernels. compile_cache: where compiled kernels are kept. sdk: `module:factory` of a fake
+    that stands in for the vendor's packages, for tests.
     """
 
     model: str
@@ -53,13 +64,19 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     threads: Annotated[int, Meta(ge=1)] = 1
     emulate: bool = False
     device: Annotated[int, Meta(ge=0)] = 0
+    share_device: bool = False
+    unverified: bool = False
     max_positions: Annotated[int, Meta(ge=1)] | None = None
     token_buckets: tuple[int, ...] = TOKEN_BUCKETS
+    compile_cache: str | None = None
     sdk: str | None = None
 
 
 def open(config: Mapping[str, Any]) -> RngdEngine:
     """Load the engine from the fields of `Options`.
+
+    On a card every kernel is loaded before this returns; what was not compiled before takes minutes
+    each (see `headrace rngd compile`).
 
     Raises:
         Refused: an option is unknown or wrong, or no kernels compute this model.
@@ -72,65 +89,118 @@ def open(config: Mapping[str, Any]) -> RngdEngine:
             f"{geometry.KV_DTYPE}; give --dtype {geometry.KV_DTYPE}",
             field="dtype",
         )
-    torch.set_num_threads(options.threads)
-    sdk = _sdk(options)
-    return RngdEngine(options, sdk, EmulatedExecutor(sdk))
-
-
-def _sdk(options: Options) -> Sdk:
+    model = read_model(
+        Path(options.model),
+        max_positions=options.max_positions,
+        token_buckets=options.token_buckets,
+    )
     if options.sdk is None:
-        return open_sdk()
-    module, _, factory = options.sdk.partition(":")
-    made: Sdk = getattr(importlib.import_module(module), factory)()
-    return made
+        _check_installed(options, model)
+    torch.set_num_threads(options.threads)
+    sdk = sdk_named(options.sdk)
+    executor = EmulatedExecutor(sdk) if options.emulate else _card(options, model, sdk)
+    try:
+        return RngdEngine(model, sdk, executor, options.threads)
+    except BaseException:
+        executor.close()
+        raise
+
+
+def occupants(config: Mapping[str, Any]) -> list[str]:
+    """One sentence for each other user of the card that these options name.
+
+    Raises:
+        Refused: an option is unknown or wrong, or no kernels compute this model.
+        BackendUnavailable: there is no such card here.
+    """
+    options = read_options(config, Options, "rngd")
+    if options.emulate:
+        return []
+    smi = import_smi() if options.sdk is None else sdk_named(options.sdk).smi
+    chips = read_model(Path(options.model)).family.chips
+    return [
+        f"core {core} of card {card} is occupied"
+        for card in range(options.device * chips, (options.device + 1) * chips)
+        for core in cards.busy_cores(smi, card)
+    ]
+
+
+def _check_installed(options: Options, model: Model) -> None:
+    """Preflight, in a child; what must be compiled says itself if it cannot be."""
+    preflight.check(
+        sys.executable,
+        emulate=options.emulate,
+        device=options.device,
+        compile=False,
+        share=options.share_device,
+        fusion=PES_PER_CARD * model.family.chips,
+        families=(model.family.module,),
+    )
+
+
+def _card(options: Options, model: Model, sdk: Sdk) -> CardExecutor:
+    chips = model.family.chips
+    kept = Path(options.compile_cache) if options.compile_cache is not None else None
+    return CardExecutor(
+        sdk,
+        options.device,
+        chips=chips,
+        reads=_reads(options, sdk, chips),
+        cache=CompiledKernels(sdk, _say, kept),
+        told=_say,
+    )
+
+
+def _reads(options: Options, sdk: Sdk, chips: int) -> Reads:
+    """How rows are read from this card: as its record says, or the way that needs no views."""
+    try:
+        return verified_reads(sdk, cards.describe(sdk.smi, options.device * chips), chips)
+    except BackendUnavailable as exc:
+        if not options.unverified or exc.stage != "layout_unverified":
+            raise
+        _say(f"going on unverified, as asked: {exc.detail}")
+        return "whole"
+
+
+def _say(text: str) -> None:
+    """For whoever waits for a source to start."""
+    print(f"headrace rngd: {text}", file=sys.stderr, flush=True)
 
 
 class RngdEngine:
     """Prefills one prompt at a time; implements `PrefillEngine`."""
 
-    def __init__(self, options: Options, sdk: Sdk, executor: Executor) -> None:
-        """The executor is this engine's from now on.
+    def __init__(self, model: Model, sdk: Sdk, executor: Executor, threads: int) -> None:
+        """The executor is this engine's from now on. Loads weights and, on a card, all kernels.
 
         Raises:
-            Refused: no kernels compute this model, or it was made for fewer positions.
+            Refused: the checkpoint's weights are not what its config says.
+            BackendUnavailable: a kernel is not as expected, or cannot be compiled.
         """
-        directory = Path(options.model)
-        config = geometry.read_config(directory)
-        family = geometry.family_of(config)
-        longest = geometry.longest(family, config)
-        max_positions = options.max_positions or min(longest, MAX_POSITIONS)
-        if max_positions > longest:
-            raise Refused(
-                f"max_positions is {max_positions}, the model was made for {longest}",
-                field="max_positions",
-            )
-        shapes = family.geometry(family.text(config)).values()
-        windows = [shape.window for shape in shapes if shape.window is not None]
-        buckets = choose(
-            options.token_buckets, max_positions, min(windows, default=None), family.min_tokens
-        )
         self._executor = executor
         self._manifest = Manifest(
             role="source",
-            model=fingerprint(directory),
-            layers=geometry.layers(family, config, max_positions),
+            model=fingerprint(model.directory),
+            layers=geometry.layers(model.family, model.config, model.max_positions),
             layouts=("token_major",),
-            vocab_size=int(family.text(config)["vocab_size"]),
+            vocab_size=int(model.family.text(model.config)["vocab_size"]),
             logits_dtype="float32",
-            max_positions=max_positions,
+            max_positions=model.max_positions,
             prefix="recompute",
         )
-        weights = Weights(directory, family.optional)
-        self._program: LayerProgram | None = LayerProgram(
-            sdk, executor, family, config, weights, buckets
-        )
+        weights = Weights(model.directory, model.family.optional)
+        program = LayerProgram(sdk, executor, model.family, model.config, weights, model.buckets)
+        shapes = model.buckets.shapes()
+        program.prepare(shapes[:1] if executor.emulated else shapes)
+        self._program: LayerProgram | None = program
         self.facts = {
             "sdk": sdk.name,
             "emulated": executor.emulated,
             **{name: str(version) for name, version in sdk.versions.items()},
-            "threads": options.threads,
-            "dtype": options.dtype,
-            "token_buckets": ",".join(str(size) for size in buckets.tokens),
+            "threads": threads,
+            "dtype": geometry.KV_DTYPE,
+            "kernels": f"{model.family.module} {model.family.variant}",
+            "token_buckets": ",".join(str(size) for size in model.buckets.tokens),
         }
 
     def manifest(self) -> Manifest:

@@ -23,6 +23,7 @@ from headrace.backends.rngd import Options, RngdEngine
 from headrace.engine.loading import load_model
 from headrace.engine.rngd import geometry, layout, llama
 from headrace.engine.rngd.emulated import EmulatedExecutor
+from headrace.engine.rngd.model import read_model
 from headrace.engine.rngd.executor import Ticket
 from headrace.engine.rngd.sdk import Sdk
 from headrace.engine.rngd.signature import Tensor
@@ -82,8 +83,8 @@ class LateExecutor(EmulatedExecutor):
 
 def make(directory: Path, executor: Callable[[Sdk], Any] = EmulatedExecutor, **more: Any) -> Any:
     sdk = Library(llama.FAMILY).sdk()
-    options = {"token_buckets": (8, 16), "max_positions": CONTEXT, "emulate": True, **more}
-    return RngdEngine(Options(model=str(directory), **options), sdk, executor(sdk))
+    model = read_model(directory, **{"token_buckets": (8, 16), "max_positions": CONTEXT, **more})
+    return RngdEngine(model, sdk, executor(sdk), threads=1)
 
 
 def prefill(
@@ -137,8 +138,8 @@ class TestConformanceOfTwoCacheGroupsOnTwoChips(TestConformance):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(geometry, "FAMILIES", (HYBRID,))
             sdk = Library(HYBRID, chips=2).sdk()
-            options = Options(str(directory), token_buckets=(8, 16, 32), max_positions=CONTEXT)
-            return RngdEngine(options, sdk, EmulatedExecutor(sdk))
+            model = read_model(directory, token_buckets=(8, 16, 32), max_positions=CONTEXT)
+            return RngdEngine(model, sdk, EmulatedExecutor(sdk), threads=1)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 16, 17, 33, 48])

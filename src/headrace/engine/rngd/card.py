@@ -201,7 +201,8 @@ class _Queue:
             self._pending.popleft()
         if len(self._pending) >= MAX_IN_FLIGHT:
             self._counts["host_waits"] += 1
-            self._pending.popleft().event.synchronize()
+            self._pending[0].event.synchronize()  # until then it keeps what its work refers to
+            self._pending.popleft()
 
     def queued(self, *kept: Any) -> Any:
         """An event after what was queued last, which refers to `kept`."""

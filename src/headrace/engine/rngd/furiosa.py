@@ -32,6 +32,15 @@ def open_sdk() -> Sdk:
     )
 
 
+def sdk_named(name: str | None) -> Sdk:
+    """The installed packages, or what `module:factory` makes in their place, which is a fake."""
+    if name is None:
+        return open_sdk()
+    module, _, factory = name.partition(":")
+    made: Sdk = getattr(import_module(module), factory)()
+    return made
+
+
 def import_torch_furiosa() -> ModuleType:
     """`furiosa.torch`, with the device `furiosa` registered in torch.
 

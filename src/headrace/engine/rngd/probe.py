@@ -8,7 +8,6 @@ taken, and no engine accepts that record for a card.
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from headrace.engine.rngd import cards, record
-from headrace.engine.rngd.furiosa import open_sdk
+from headrace.engine.rngd.furiosa import sdk_named
 from headrace.engine.rngd.probe_steps import STEPS, Bench
 from headrace.engine.rngd.record import Finding, Record
 from headrace.engine.rngd.sdk import Sdk
@@ -37,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     try:
         made, path = probe(
-            _sdk(asked.sdk), asked.device, asked.chips, emulate=asked.emulate, out=asked.out
+            sdk_named(asked.sdk), asked.device, asked.chips, emulate=asked.emulate, out=asked.out
         )
     except HeadraceError as exc:
         print(f"headrace: {exc}", file=sys.stderr)
@@ -107,14 +106,6 @@ def _opener(sdk: Sdk, device: int, chips: int, say: Callable[[str], None]) -> Ca
 
     cache = CompiledKernels(sdk, say)
     return lambda reads: CardExecutor(sdk, device, chips=chips, reads=reads, cache=cache, told=say)
-
-
-def _sdk(named: str | None) -> Sdk:
-    if named is None:
-        return open_sdk()
-    module, _, factory = named.partition(":")
-    made: Sdk = getattr(importlib.import_module(module), factory)()
-    return made
 
 
 if __name__ == "__main__":

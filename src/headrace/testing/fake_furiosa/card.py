@@ -20,8 +20,8 @@ import torch
 MAX_IN_FLIGHT: Final = 32
 """Operations on one stream, as for the vendor's runtime."""
 
-_UNWRITTEN: Final = 0x7F
-"""The byte of memory that nobody wrote: no number as bf16, and far out of any range as an int."""
+_UNWRITTEN: Final = 0xFF
+"""The byte of memory that nobody wrote: no number as bf16, and -1 as an int."""
 
 
 class Fault(RuntimeError):
@@ -100,6 +100,7 @@ class FakeStream:
     def __init__(self, card: FakeCard) -> None:
         self._card = card
         self._queue: deque[Callable[[], None] | FakeMark] = deque()
+        self._num_own = 0
         self.stream_id = 0
         card.adopt(self)
 
@@ -108,9 +109,19 @@ class FakeStream:
         return len(self._queue)
 
     def push(self, work: Callable[[], None] | FakeMark) -> None:
-        if len(self._queue) >= MAX_IN_FLIGHT:
+        if len(self._queue) - self._num_own >= MAX_IN_FLIGHT:
             raise self._card.fault(f"more than {MAX_IN_FLIGHT} operations on one stream")
         self._queue.append(work)
+
+    def after(self, work: Callable[[], None]) -> None:
+        """As `push`, of what is no operation of the host's."""
+
+        def own() -> None:
+            self._num_own -= 1
+            work()
+
+        self._num_own += 1
+        self._queue.append(own)
 
     def can_run(self) -> bool:
         if not self._queue:

@@ -1,0 +1,57 @@
+"""A checkpoint as kernels are made for it: its family, and the shapes that it is computed in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from headrace.engine.rngd import geometry
+from headrace.engine.rngd.buckets import TOKEN_BUCKETS, Buckets, choose
+from headrace.engine.rngd.family import Family
+from headrace.errors import Refused
+
+MAX_POSITIONS: Final = 8192
+"""The longest prompt by default: caches of all layers are made for it at the start."""
+
+
+class Model(NamedTuple):
+    """config: the checkpoint's. max_positions: the longest prompt, in tokens."""
+
+    directory: Path
+    config: dict[str, Any]
+    family: Family
+    buckets: Buckets
+
+    @property
+    def max_positions(self) -> int:
+        return self.buckets.max_positions
+
+
+def read_model(
+    directory: Path,
+    *,
+    max_positions: int | None = None,
+    token_buckets: Sequence[int] = TOKEN_BUCKETS,
+) -> Model:
+    """The model in `directory`; no weights are read.
+
+    max_positions: by default the model's longest prompt, or MAX_POSITIONS if that is less.
+
+    Raises:
+        Refused: no kernels compute this model, it was made for fewer positions, or no bucket fits.
+    """
+    config = geometry.read_config(directory)
+    family = geometry.family_of(config)
+    longest = geometry.longest(family, config)
+    positions = max_positions or min(longest, MAX_POSITIONS)
+    if positions > longest:
+        raise Refused(
+            f"max_positions is {positions}, the model was made for {longest}",
+            field="max_positions",
+        )
+    shapes = family.geometry(family.text(config)).values()
+    windows = [shape.window for shape in shapes if shape.window is not None]
+    window = min(windows, default=None)
+    buckets = choose(token_buckets, positions, window, family.min_tokens)
+    return Model(directory, config, family, buckets)
