@@ -13,6 +13,7 @@ import torch
 from headrace.backends import rngd
 from headrace.engine.rngd import program
 from headrace.engine.rngd.family import Rope
+from headrace.engine.rngd.rope import table
 from headrace.engine.rngd.weights import Weights
 
 Tensors = dict[str, torch.Tensor]
@@ -25,7 +26,7 @@ def open(options: Mapping[str, Any]) -> rngd.RngdEngine:
     return rngd.open(rest)
 
 
-def _change(name: str, changed: Callable[[Tensors], None]) -> None:
+def _change(name: str, changed: Callable[[Tensors], object]) -> None:
     made = getattr(program, name)
 
     def wrong(*args: Any) -> Tensors:
@@ -70,20 +71,18 @@ def _gather() -> None:
         told["kv_gather_index"][0].roll(1)))  # fmt: skip
 
 
+def _tables(changed: Callable[[Rope, int], torch.Tensor]) -> None:
+    setattr(program, "table", changed)  # noqa: B010  # the loop's own name for it
+
+
 def _rope() -> None:
     """Rotations by another base."""
-    made = program.table
-
-    def wrong(rope: Rope, num_positions: int) -> torch.Tensor:
-        return made(Rope(rope.head_dim, rope.theta * 2, rope.scaling), num_positions)
-
-    program.table = wrong
+    _tables(lambda rope, longest: table(Rope(rope.head_dim, rope.theta * 2, rope.scaling), longest))
 
 
 def _rope_turned() -> None:
     """Rotations the other way round."""
-    made = program.table
-    program.table = lambda *args: made(*args).transpose(-1, -2).contiguous()
+    _tables(lambda rope, longest: table(rope, longest).transpose(-1, -2).contiguous())
 
 
 def _tensors(chosen: str, changed: Callable[[torch.Tensor], torch.Tensor]) -> None:

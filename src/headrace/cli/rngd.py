@@ -1,4 +1,4 @@
-"""`headrace rngd`: make the environment of FuriosaAI's RNGD source, and probe a card."""
+"""`headrace rngd`: make the environment of the RNGD source, compile for a card, probe one."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ from headrace.cli.arguments import check_count, check_output
 from headrace.engine import environments
 from headrace.engine.environment_making import make
 from headrace.engine.environments import RNGD
+from headrace.engine.models import resolve
 from headrace.engine.rngd import preflight
 from headrace.engine.rngd.probes import COMPILER, PES_PER_CARD
 from headrace.errors import BackendUnavailable, HeadraceError, Refused
+from headrace.process import PARENT_PID_VARIABLE
 
 PROBE_MODULE = "headrace.engine.rngd.probe"
+COMPILE_MODULE = "headrace.engine.rngd.compile_ahead"
+TIED_MODULE = "headrace.runtime.tied"
 CARDS = 1024
 CHIPS = (1, 2, 4)
-NOTHING_PROBED = 2
+NOTHING_DONE = 2
 TOLD_COLUMNS = 72
 
 rngd_app = App(
     name="rngd",
-    help="Make the environment of the RNGD source; probe a card.",
+    help="Make the environment of the RNGD source; compile for a card; probe one.",
     version_flags=[],
 )
 
@@ -150,36 +154,95 @@ def probe(
     interpreter = python or environments.find(RNGD)
     fusion = chips * PES_PER_CARD
     preflight.check(interpreter, emulate=emulate, device=device, share=share_device, fusion=fusion)
-    command = [
-        *(interpreter, "-m", PROBE_MODULE, f"--device={device}", f"--chips={chips}"),
+    arguments = [
+        *(f"--device={device}", f"--chips={chips}"),
         *(["--emulate"] if emulate else []),
         *([] if out is None else [f"--out={out}"]),
     ]
-    return _run(command, name, out)
+    status, told = _child(interpreter, PROBE_MODULE, arguments)
+    return _probed(name, status, told, out)
 
 
-def _run(command: list[str], name: str, out: Path | None) -> int:
-    """Run a probe, which prints the path of its record, and print that path; returns its status.
+@rngd_app.command(name="compile")
+def compile_kernels(
+    *,
+    model: str,
+    max_positions: int | None = None,
+    token_buckets: tuple[int, ...] = (),
+    cache: Path | None = None,
+    python: str | None = None,
+) -> int:
+    """Compile a model's kernels for a card, so that a source that starts later finds them.
+
+    It needs no card, and minutes for each kernel. It can be ended and gone on with: each kernel is
+    kept when it is done.
+
+    Parameters
+    ----------
+    model
+        A built-in model, a directory, a GGUF file or a hub id.
+    max_positions
+        The longest prompt, as the source's option; by default the model's longest or 8192.
+    token_buckets
+        Most tokens computed at once, one for each set of kernels, as the source's option.
+    cache
+        Where compiled kernels are kept, as the source's option compile_cache; by default in
+        headrace's cache.
+    python
+        The interpreter of the source's environment, by default the one that setup made.
+    """
+    if max_positions is not None:
+        check_count("--max-positions", max_positions)
+    for size in token_buckets:
+        check_count("--token-buckets", size)
+    interpreter = python or environments.find(RNGD)
+    preflight.check(interpreter, emulate=True)  # what a card needs beside this is its compiler
+    arguments = [
+        f"--model={resolve(model)}",
+        *([] if max_positions is None else [f"--max-positions={max_positions}"]),
+        *(["--token-buckets", *map(str, token_buckets)] if token_buckets else []),
+        *([] if cache is None else [f"--cache={cache.expanduser().absolute()}"]),
+    ]
+    status, _ = _child(interpreter, COMPILE_MODULE, arguments)
+    if status not in (0, NOTHING_DONE):
+        raise HeadraceError(f"compiling {_ended(status)}; what was done is kept")
+    return status
+
+
+def _child(interpreter: str, module: str, arguments: list[str]) -> tuple[int, bytes]:
+    """Run a module there, in a child that ends with this process; its status and what it printed.
+
+    What it says meanwhile, on standard error, is shown.
+    """
+    own = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", PARENT_PID_VARIABLE: str(os.getpid())}
+    done = subprocess.run(
+        [interpreter, "-m", TIED_MODULE, module, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **own},
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def _probed(name: str, status: int, printed: bytes, out: Path | None) -> int:
+    """Print the path of the record that a probe wrote, which it printed last; returns its status.
 
     0: the source can use what was found. 1: it cannot. 2: nothing could be probed.
     """
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-        check=False,
-    )
-    status = done.returncode
-    if status == NOTHING_PROBED:
+    if status == NOTHING_DONE:
         return status  # it has said why
     if status not in (0, 1):
-        how = f"exit status {status}" if status > 0 else f"signal {-status}"
         record = f", and its record so far is {out}" if out is not None and out.is_file() else ""
-        raise HeadraceError(f"the probe of {name} ended with {how}; it said why above{record}")
-    told = done.stdout.decode(errors="replace").splitlines()
+        raise HeadraceError(f"the probe of {name} {_ended(status)}{record}")
+    told = printed.decode(errors="replace").splitlines()
     path = Path(next((line for line in reversed(told) if line.strip()), ""))
     if not path.is_file():
         raise HeadraceError(f"the probe of {name} wrote no record")
     print(path)
     return status
+
+
+def _ended(status: int) -> str:
+    how = f"exit status {status}" if status > 0 else f"signal {-status}"
+    return f"ended with {how}; it said why above"

@@ -165,7 +165,8 @@ def test_a_probe_tells_where_its_record_lies(
     arguments = probed(f"touch {record}; echo a banner; echo {record}")
     assert run_command(["rngd", "probe", "--emulate"]) == 0
     assert capsys.readouterr().out == f"{record}\n"
-    assert arguments.read_text() == "-m headrace.engine.rngd.probe --device=0 --chips=1 --emulate\n"
+    tied = "-m headrace.runtime.tied headrace.engine.rngd.probe"
+    assert arguments.read_text() == f"{tied} --device=0 --chips=1 --emulate\n"
     assert run_command(["rngd", "probe", "--emulate", "--out", str(record)]) == 0
     assert capsys.readouterr().out == f"{record}\n"
     assert arguments.read_text().split()[-1] == f"--out={record}"
@@ -230,6 +231,55 @@ def test_a_probe_that_makes_no_sense(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert complaint(["rngd", "probe", *arguments], capsys).startswith(said)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(bytes(8) + b"{}")
+    return directory
+
+
+def test_compiling_is_told_what_for(
+    probed: Callable[[str], Path], model: Path, tmp_path: Path
+) -> None:
+    arguments = probed("true")
+    assert run_command(["rngd", "compile", "--model", str(model)]) == 0
+    tied = "-m headrace.runtime.tied headrace.engine.rngd.compile_ahead"
+    assert arguments.read_text() == f"{tied} --model={model}\n"
+    more = ["--max-positions", "64", "--token-buckets", "16", "--token-buckets", "32"]
+    kept = ["--cache", str(tmp_path / "kernels")]
+    assert run_command(["rngd", "compile", "--model", str(model), *more, *kept]) == 0
+    assert arguments.read_text().endswith(
+        f"--max-positions=64 --token-buckets 16 32 --cache={tmp_path / 'kernels'}\n"
+    )
+
+
+def test_compiling_that_failed_has_said_why(
+    probed: Callable[[str], Path], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probed("exit 2")
+    assert run_command(["rngd", "compile", "--model", str(model)]) == 2
+    assert "headrace:" not in capsys.readouterr().err
+    probed("kill -9 $$")
+    said = complaint(["rngd", "compile", "--model", str(model)], capsys, status=1)
+    assert said == "compiling ended with signal 9; it said why above; what was done is kept"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--max-positions", "0"], "--max-positions is 0"),
+        (["--token-buckets", "0"], "--token-buckets is 0"),
+        ([], "furiosa: sdk_missing: environment: no environment in "),
+    ],
+)
+def test_compiling_that_makes_no_sense(
+    more: list[str], said: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert complaint(["rngd", "compile", "--model", str(model), *more], capsys).startswith(said)
 
 
 OWN = ["--decoder", "null", "--prompt", "abc"]

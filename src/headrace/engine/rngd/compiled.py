@@ -35,6 +35,9 @@ _LENGTH_NBYTES: Final = 8
 _NO_FILE: Final = "No such file or directory"
 """What the vendor's compiler says where it finds no cross compiler."""
 
+_TOLD_AFTER: Final = "compile error:"
+_TOLD_LENGTH: Final = 300
+
 
 class CompiledKernels:
     """The compiled kernels of one directory."""
@@ -201,14 +204,15 @@ def _check(inner: Any, signature: Signature, fusion: int, chips: int) -> None:
 
 
 def _failed(signature: Signature, exc: Exception) -> BackendUnavailable:
-    text = str(exc) or type(exc).__name__
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = lines[-1] if len(lines) < 2 else f"{lines[0]} ... {lines[-1]}"
+    """The vendor's text is its graph, then a line that says what is wrong, then places in it."""
+    text = str(exc).strip() or type(exc).__name__
+    lines = [line.strip() for line in text.rpartition(_TOLD_AFTER)[2].splitlines()]
+    said = next(line for line in lines if line)[:_TOLD_LENGTH]
     probe = f"compiling {signature.name}"
     if _NO_FILE in text:
         hint = "Install the cross compiler (Debian and Ubuntu: apt install gcc-aarch64-linux-gnu)"
         return BackendUnavailable(VENDOR, "toolchain_missing", probe, said, hint)
-    hint = "Use the version of furiosa-kernels that `headrace rngd setup` installs"
+    hint = "The compiler of these packages does not take this kernel; emulation runs it"
     return BackendUnavailable(VENDOR, "api_missing", probe, said, hint)
 
 
