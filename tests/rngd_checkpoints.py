@@ -1,9 +1,10 @@
 """Tiny random checkpoints of the families that FuriosaAI's prefill kernels are made for.
 
-Their shapes are the smallest that the kernels take. One that the kernels take with 8 bit weights
-comes as two directories: as its publisher would lay it out, and a twin with the same weights as
-bf16 tensors, which the model's own library loads without further packages. Scales are powers of
-two, so that a weight and its twin are equal to the last bit.
+Their shapes are the smallest that the kernels take, and layers of two kinds follow each other in
+every way that a published model has. One that the kernels take with 8 bit weights comes as two
+directories: as its publisher would lay it out, and a twin with the same weights as bf16 tensors,
+which the model's own library loads without further packages. Scales are powers of two, so that a
+weight and its twin are equal to the last bit.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _FOUR_CHIPS: Final[dict[str, Any]] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 128,
-    "sliding_window": 64,
+    "sliding_window": 32,
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -67,17 +68,17 @@ CONFIGS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
             **_FOUR_CHIPS,
             "rms_norm_eps": 1e-5,
             "sliding_window_pattern": "LLLG",
-            "layer_types": [*[_SLIDING] * 3, _FULL],
+            "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING],
         },
     ),
     "gemma4": (
         "Gemma4TextConfig",
         {
             **_FOUR_CHIPS,
-            "num_hidden_layers": 6,
+            "num_hidden_layers": 5,
             "tie_word_embeddings": True,
             "rms_norm_eps": 1e-6,
-            "layer_types": [*[_SLIDING] * 2, _FULL] * 2,
+            "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL],
             "global_head_dim": 256,
             "num_global_key_value_heads": 4,
             "attention_k_eq_v": True,

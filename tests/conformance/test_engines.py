@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import atexit
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from headrace.backends.base import PrefillEngine
 from headrace.backends.legacy import LegacyEngine, WholePrefill
 from headrace.backends.replay import ReplayEngine
 from headrace.backends.replay import open as open_replay
+from headrace.backends.rngd import RngdEngine
+from headrace.engine.rngd.card import CardExecutor
+from headrace.engine.rngd.compiled import CompiledKernels
+from headrace.engine.rngd.model import read_model
+from headrace.engine.rngd.record import Reads
 from headrace.errors import LocalProtocolError
 from headrace.geometry import Layout, Manifest
 from headrace.testing.conformance_engine import PrefillEngineConformance
+from headrace.testing.fake_furiosa import FakeFuriosa
 from headrace.testing.sinks import MemorySink, ask
 from tests.e2e.families import CONTEXT, directory_of
+from tests.unit.engine.rngd.small_kernels import write_checkpoint
 
 GEOMETRY: dict[str, Any] = {"layers": 6, "heads": 2, "head_dim": 8, "vocab_size": 97}
 
@@ -107,6 +119,41 @@ class TestCudaOnFakePageable(TestCudaOnFakeLlama):
     pinned: ClassVar[bool] = False
     lengths: ClassVar[Sequence[int]] = (17,)
     prefill_chunks: ClassVar[Sequence[int]] = (9,)
+
+
+class TestRngdOnFakeLlama(PrefillEngineConformance):
+    """The RNGD engine on a fake card, looked at seldom: what is announced is there."""
+
+    reads: ClassVar[Reads] = "narrow"
+    polls_per_step: ClassVar[int] = 2
+    lengths: ClassVar[Sequence[int]] = (1, 19)
+    group_sizes: ClassVar[Sequence[int]] = (2,)
+    chunks: ClassVar[Sequence[int]] = (11,)
+    prefill_chunks: ClassVar[Sequence[int]] = (0, 8)
+
+    @pytest.fixture(autouse=True)
+    def one_thread(self) -> Iterator[None]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(before)
+
+    def make_engine(self) -> PrefillEngine:
+        directory = Path(tempfile.mkdtemp(prefix="headrace-rngd-"))
+        atexit.register(shutil.rmtree, directory)
+        fake = FakeFuriosa(seed=7, polls_per_step=self.polls_per_step)
+        cache = CompiledKernels(fake.sdk(), directory=directory / "kernels")
+        card = CardExecutor(fake.sdk(), 0, chips=1, reads=self.reads, cache=cache)
+        checkpoint = write_checkpoint(directory / "llama", num_hidden_layers=3)
+        model = read_model(checkpoint, max_positions=self.context, token_buckets=(8, 16))
+        return RngdEngine(model, fake.sdk(), card, threads=1)
+
+
+@pytest.mark.full_matrix
+class TestRngdOnFakeByWholeTensors(TestRngdOnFakeLlama):
+    reads: ClassVar[Reads] = "whole"
+    polls_per_step: ClassVar[int] = 1
+    lengths: ClassVar[Sequence[int]] = (1, 33)
 
 
 class WholeReplay:

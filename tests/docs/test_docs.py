@@ -99,7 +99,7 @@ def test_code_of_a_page_runs_as_written(page: Path, tmp_path: Path) -> None:
 def test_worked_backends_conform(tmp_path: Path) -> None:
     """The page's own subclasses run every check of both suites."""
     said = run_page(BACKENDS, tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-    suites = (PrefillEngineConformance, DecoderConformance)
+    suites = (PrefillEngineConformance, PrefillEngineConformance, DecoderConformance)
     checks = sum(name.startswith("test_") for suite in suites for name in vars(suite))
     assert f"{checks} passed" in said
 

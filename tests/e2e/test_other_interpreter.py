@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -24,12 +25,14 @@ from headrace.plan import compile_plan
 from headrace.runtime.prefill_worker import SubprocessPrefillWorker
 from headrace.runtime.requests import RequestOptions
 from headrace.testing.sinks import MemorySink, ask
+from tests.docs.reading import ROOT, blocks
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 GEOMETRY = {"layers": 4, "heads": 2, "head_dim": 8, "window": 16, "full_every": 2}
 CONTEXT = 64
 START_TIMEOUT_S = 30.0
+BACKENDS = ROOT / "docs" / "add-a-backend.md"
 
 
 class Environment:
@@ -111,6 +114,34 @@ def test_the_replay_source_runs_there(lean: Environment) -> None:
             options = RequestOptions(route=route, digest=True)
             parts = there.prefill(tokens, options).result(30.0).parts
             assert {(layer, part): parts[layer][part] for layer, part in wanted} == wanted
+
+
+@pytest.mark.parametrize("module", ["lab_source", "lab_whole"])
+def test_an_engine_that_is_not_public_runs_there(
+    lean: Environment, tmp_path: Path, module: str
+) -> None:
+    """The docs' own: one that streams, and one that gives all at once."""
+    for block in blocks(BACKENDS):
+        if block.file is not None and block.file.startswith("lab_"):
+            (tmp_path / block.file).write_text(block.code, encoding="utf-8")
+    tokens = [at % 31 for at in range(40)]
+    with SubprocessPrefillWorker(
+        f"{module}:open",
+        context=CONTEXT,
+        interpreter=lean.python,
+        start_timeout_s=START_TIMEOUT_S,
+        env={"PYTHONPATH": str(tmp_path)},
+    ) as there:
+        whole = there.prefill(tokens).result(30.0)
+        assert whole.windows == ((0, 40),) * 4
+        first = struct.unpack_from("<40f", whole.parts[3][1][:160])
+        assert first == (1300.0,) * 8 + (1301.0 + 1 / 4096,) * 8 + first[16:]
+        streamed = RequestOptions(route="streamed", group_layers=3, chunk=7, digest=True)
+        if module == "lab_source":
+            assert there.prefill(tokens, streamed).result(30.0) == whole
+        else:
+            with pytest.raises(Refused, match="whole results only"):
+                there.prefill(tokens, streamed).result(30.0)
 
 
 def test_an_engine_that_the_environment_lacks_is_refused(lean: Environment) -> None:

@@ -32,7 +32,7 @@ from headrace.runtime.requests import Request, RequestOptions
 from headrace.runtime.reuse import Speeds
 from headrace.runtime.worker import SourceHandle
 from tests.e2e.rngd_mistakes import MISTAKES
-from tests.rngd_checkpoints import make_checkpoint
+from tests.rngd_checkpoints import CONFIGS, FP8, checkpoint_of
 
 pytestmark = [pytest.mark.rngd_emulation, pytest.mark.usefixtures("nothing_left")]
 
@@ -51,8 +51,8 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("rngd")).kernels
+def llama() -> Path:
+    return checkpoint_of("llama").kernels
 
 
 @contextmanager
@@ -213,10 +213,24 @@ def smollm2() -> Path:
         pytest.skip(f"smollm2-135m is not here: {exc}")
 
 
-def test_the_numbers_are_within_the_bound(llama: Path, emulated: StandOf) -> None:
-    torches = torch_states(llama, LENGTHS)
-    for mine, (rounded, exact) in zip(states(emulated(llama), LENGTHS), torches, strict=True):
-        check_bound(mine, rounded, exact)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_numbers_of_every_family_are_within_the_bound(family: str, emulated: StandOf) -> None:
+    """100 positions are more than the window of those that have one."""
+    checkpoint = checkpoint_of(family)
+    torches = torch_states(checkpoint.plain, LENGTHS)
+    found = states(emulated(checkpoint.kernels), LENGTHS)
+    for mine, (rounded, exact) in zip(found, torches, strict=True):
+        check_bound(mine, rounded, exact, quantised=family in FP8)
+
+
+@pytest.mark.parametrize("family", FP8)
+def test_every_route_has_the_same_bytes_in_every_family(family: str, emulated: StandOf) -> None:
+    with emulated(checkpoint_of(family).kernels) as stand:
+        for num_tokens in (1, 33, 70):
+            tokens = prompt(num_tokens)
+            whole = prefill(stand, tokens)
+            for asked in routes():
+                assert prefill(stand, tokens, **asked).same_bytes(whole), (num_tokens, asked)
 
 
 @pytest.mark.real_model

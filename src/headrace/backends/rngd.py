@@ -260,9 +260,11 @@ class RngdEngine:
         while not ticket.done():
             sink.check()
             emitter.poll()
+        emitter.poll()
+        logits = program.logits(row)
         ready_ns = time.monotonic_ns()
         emitter.finish()
-        sink.final(as_bytes(program.logits(row)), ready_ns=ready_ns)
+        sink.final(as_bytes(logits), ready_ns=ready_ns)
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         low, high = min(tokens), max(tokens)

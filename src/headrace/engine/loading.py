@@ -122,7 +122,11 @@ def load_model(
         )
     except ImportError as exc:  # 8 bit weights are read with a package that others do not need
         told = " ".join(str(exc).split())
-        raise Refused(f"{directory} needs one more package to load: {told}", field="model") from exc
+        raise Refused(
+            f"{directory} needs one more package to load ({told}); for FP8 checkpoints run "
+            "pip install 'headrace[fp8]'",
+            field="model",
+        ) from exc
     except (OSError, ValueError, KeyError) as exc:
         raise Refused(f"{directory} does not load as a causal model: {exc}", field="model") from exc
     try:

@@ -7,6 +7,7 @@ import contextlib
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,10 +22,11 @@ from headrace.backends import rngd
 from headrace.backends.null import decoder_like
 from headrace.backends.rngd import Options, RngdEngine
 from headrace.engine.loading import load_model
-from headrace.engine.rngd import geometry, layout, llama
+from headrace.engine.rngd import geometry, llama
 from headrace.engine.rngd.emulated import EmulatedExecutor
-from headrace.engine.rngd.model import read_model
 from headrace.engine.rngd.executor import Ticket
+from headrace.engine.rngd.model import read_model
+from headrace.engine.rngd.program import LayerProgram
 from headrace.engine.rngd.sdk import Sdk
 from headrace.engine.rngd.signature import Tensor
 from headrace.errors import Cancelled, Closed, DeviceError, LocalProtocolError, Refused, Unquiet
@@ -71,7 +73,7 @@ class LateExecutor(EmulatedExecutor):
     def read(
         self, tensor: Tensor, placed: Any, first: int, stop: int, target: torch.Tensor
     ) -> Ticket:
-        rows = layout.rows(tensor, placed, first, stop)
+        rows = placed.rows(first, stop)
         return self.reads.ticket(lambda: target.copy_(rows))
 
     def wait(self) -> None:
@@ -194,10 +196,37 @@ def test_facts_and_statistics_tell_what_ran(directory: Path) -> None:
     assert engine.facts["emulated"] is True
     assert engine.facts["token_buckets"] == "8,16"
     assert engine.facts["small-kernels"] == "1"
+    before = engine.statistics()
+    assert before["kernels_loaded"] == 4, "those of the smallest bucket"
     prefill(engine, prompt(9))
     told = engine.statistics()
-    assert told["kernels_loaded"] == 4
+    assert told["kernels_loaded"] == 8
     assert all(told[f"{stage}_ns"] > 0 for stage in ("first", "attention", "mid", "last"))
+
+
+def test_the_logits_are_ready_when_the_host_has_made_them(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the host multiplies by the head: the transfer tail counts from then on."""
+    made_ns: list[int] = []
+    made = LayerProgram.logits
+
+    def noted(self: LayerProgram, row: torch.Tensor) -> torch.Tensor:
+        logits = made(self, row)
+        made_ns.append(time.monotonic_ns())
+        return logits
+
+    class Timed(MemorySink):
+        def final(self, logits: Any, *, token: Any = None, ready_ns: Any = None) -> None:
+            super().final(logits, token=token)
+            made_ns.append(ready_ns)
+
+    monkeypatch.setattr(LayerProgram, "logits", noted)
+    engine = make(directory)
+    plan = compile_plan(decoder_like(engine.manifest()), "token_major", 5, CONTEXT)
+    engine.prefill_stream(prompt(5), Timed(plan, ask(5)))
+    assert made_ns == sorted(made_ns)
+    assert len(made_ns) == 2
 
 
 @pytest.mark.parametrize("tokens", [[0, 1, 60], [-1, 0], [2**40]])

@@ -13,6 +13,7 @@ from headrace.cli.bench.message import message_command
 from headrace.cli.bench.peers import peers_command
 from headrace.cli.bench.plot import plot_command
 from headrace.cli.bench.prefix import prefix_command
+from headrace.cli.bench.rngd import rngd_command
 from headrace.cli.bench.scale import scale_command
 from headrace.cli.bench.ttft import ttft_command
 
@@ -28,3 +29,4 @@ bench_app.command(faults_command, name="faults")
 bench_app.command(imports_command, name="imports")
 bench_app.command(batch_command, name="batch")
 bench_app.command(prefix_command, name="prefix")
+bench_app.command(rngd_command, name="rngd")

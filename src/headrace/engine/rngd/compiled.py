@@ -25,6 +25,7 @@ from typing import Any, Final
 import torch
 
 from headrace.engine.models import cache_root
+from headrace.engine.rngd.labels import is_mixed, labelled
 from headrace.engine.rngd.sdk import VENDOR, Sdk
 from headrace.engine.rngd.signature import Signature, Tensor, changed, read_signature
 from headrace.errors import BackendUnavailable
@@ -71,7 +72,7 @@ class CompiledKernels:
         return self._sdk.torch.Runnable(inner), signature
 
     def statistics(self) -> Mapping[str, int]:
-        """Kernels that were compiled, that were found on disk, and files that were not as written."""
+        """Kernels that were compiled and that were found, and files that were not as written."""
         return {
             "kernels_compiled": self._num_compiled,
             "kernels_found": self._num_found,
@@ -118,8 +119,11 @@ class CompiledKernels:
         vendor = self._sdk.torch
         with tempfile.TemporaryDirectory(dir=self._directory, prefix="compiler-") as own:
             try:
-                examples = tuple(self._example(tensor, chips) for tensor in signature.arguments)
-                module = vendor.TclModule(kernel)
+                mixed = is_mixed(kernel.dsl)
+                examples = tuple(
+                    self._example(tensor, chips, mixed) for tensor in signature.arguments
+                )
+                module = vendor.TclModule(labelled(kernel.dsl) if mixed else kernel)
                 with vendor.config.cache_context(own):
                     compiled = vendor.CompileModule.from_module(
                         module, examples, task_name=signature.name
@@ -130,14 +134,14 @@ class CompiledKernels:
         self._told(f"compiled {label} in {time.monotonic() - began:.1f} s")
         return made
 
-    def _example(self, tensor: Tensor, chips: int) -> torch.Tensor:
+    def _example(self, tensor: Tensor, chips: int, mixed: bool) -> torch.Tensor:
         """What stands in for an argument while its kernel is compiled; its memory is not touched.
 
         The vendor takes the layout of one that lies on chips from the shape that it was made with:
         as the model has it, padded and in parts on each chip.
         """
         dtype: torch.dtype = getattr(torch, tensor.dtype)
-        if not tensor.placed:
+        if not tensor.placed and not mixed:
             return torch.empty(tensor.shape, dtype=dtype)
         inner = list(tensor.padded)
         if tensor.split is not None:

@@ -25,6 +25,8 @@ from headrace.engine.rngd.llama import rope_parameters
 from headrace.errors import Refused
 
 CHIPS: Final = 4
+MIN_TOKENS: Final = 2
+"""A kernel for one token fails in the vendor's own code."""
 
 WEIGHTS: Final[dict[str, str]] = {
     "embedding_table": "model.embed_tokens.weight",
@@ -99,4 +101,5 @@ FAMILY: Final = Family(
     geometry=geometry,
     kinds=listed_kinds,
     overrides=overrides,
+    min_tokens=MIN_TOKENS,
 )

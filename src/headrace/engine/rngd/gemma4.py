@@ -28,6 +28,8 @@ from headrace.engine.rngd.fp8 import BLOCK, check_blocks, with_scales
 from headrace.errors import Refused
 
 CHIPS: Final = 4
+MIN_TOKENS: Final = 32
+"""With fewer, the kernels cannot be made."""
 
 _TEXT: Final = "model.language_model."
 _LAYER: Final = _TEXT + "layers.{layer}."
@@ -178,4 +180,5 @@ FAMILY: Final = Family(
     overrides=overrides,
     text=text,
     embed=embed,
+    min_tokens=MIN_TOKENS,
 )

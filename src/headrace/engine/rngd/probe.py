@@ -18,8 +18,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from headrace.engine.rngd import cards, record
-from headrace.engine.rngd.furiosa import sdk_named
+from headrace.engine.rngd.furiosa import sdk_named, set_fusion_once
 from headrace.engine.rngd.probe_steps import STEPS, Bench
+from headrace.engine.rngd.probes import PES_PER_CARD
 from headrace.engine.rngd.record import Finding, Record
 from headrace.engine.rngd.sdk import Sdk
 from headrace.errors import HeadraceError
@@ -64,13 +65,15 @@ def probe(
     """Take every step and write the record after each; returns it and where it lies.
 
     Raises:
-        BackendUnavailable: there is no such card.
+        BackendUnavailable: there is no such card, or this process has one of other chips.
     """
     say = say or (lambda text: print(text, file=sys.stderr, flush=True))
     # A device spans as many cards as chips: number N begins at card N times chips.
     card: dict[str, Any] = {"emulated": True}
     if not emulate:
         card = cards.describe(sdk.smi, device * chips)
+        # Before any step: whatever asks for a device first would fix it at one PE.
+        set_fusion_once(sdk.torch, PES_PER_CARD * chips)
     path = out or record.path_of(sdk, card, chips)
     made = Record(
         sdk=sdk.name,

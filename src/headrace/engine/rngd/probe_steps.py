@@ -65,10 +65,11 @@ class Bench:
         """The device, as the vendor's calls take it."""
         return self.sdk.device(self.device)
 
-    def empty(self, shape: tuple[int, ...], shard_axes: list[tuple[int, int]]) -> Any:
-        """Uninitialised bf16 memory on the card."""
+    def empty(self, shape: tuple[int, ...], split: int | None = None) -> Any:
+        """Uninitialised bf16 memory on the card; `split`: the axis that its chips share."""
+        axes = [(split, self.chips)]
         return self.sdk.torch.empty_sharded(
-            shape, shard_axes=shard_axes, dtype=torch.bfloat16, device=self.where
+            shape, shard_axes=axes, dtype=torch.bfloat16, device=self.where
         )
 
     def synchronize(self) -> None:
@@ -89,7 +90,7 @@ def link(bench: Bench) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for nbytes in bench.link_nbytes:
         host = torch.ones(nbytes // 2, dtype=torch.bfloat16)
-        card = bench.empty((nbytes // 2,), [])
+        card = bench.empty((nbytes // 2,))
         to_card = _timed(bench, partial(card.copy_, host))
         to_host = _timed(bench, partial(host.copy_, card, non_blocking=True))
         label = f"{nbytes >> 20} MiB"
@@ -103,7 +104,7 @@ def reads(bench: Bench) -> dict[str, Any]:
     shape = (65, 1, 4 * bench.chips, 8)
     pattern = torch.arange(65 * 4 * bench.chips * 8, dtype=torch.float32).reshape(shape)
     pattern = pattern.remainder(251).to(torch.bfloat16)
-    card = bench.empty(shape, [(2, bench.chips)] if bench.chips > 1 else [])
+    card = bench.empty(shape, 2 if bench.chips > 1 else None)
     card.copy_(pattern)
     facts: dict[str, Any] = {}
     ways: dict[str, Callable[[], torch.Tensor]] = {
@@ -137,7 +138,7 @@ def overlap(bench: Bench) -> dict[str, Any]:
             bench.sdk, executor, llama.FAMILY, TINY_LLAMA, RandomWeights(), TINY_BUCKETS
         )
         nbytes = bench.link_nbytes[-1]
-        card = bench.empty((nbytes // 2,), [])
+        card = bench.empty((nbytes // 2,))
         card.copy_(torch.ones(nbytes // 2, dtype=torch.bfloat16))
         host = torch.ones(nbytes // 2, dtype=torch.bfloat16)
         stream = bench.sdk.torch.Stream(bench.where)
@@ -168,7 +169,7 @@ def overlap(bench: Bench) -> dict[str, Any]:
 
 def second_process(bench: Bench) -> dict[str, Any]:
     """Whether another process can use the card while this one holds it."""
-    held = bench.empty((16,), [])
+    held = bench.empty((16,))
     held.copy_(torch.ones(16, dtype=torch.bfloat16))
     script = (
         "from headrace.engine.rngd.furiosa import import_torch_furiosa, set_fusion_once\n"

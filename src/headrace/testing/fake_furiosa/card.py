@@ -32,6 +32,7 @@ class FakeCard:
     """One device. `fail_copy`: the copy to the host, from 0, that fails; None for none.
 
     polls_per_step: how many looks it takes until one more thing runs. counts: what was done.
+    peak_in_flight: the most operations that were queued on one stream.
     faults: each misuse, also of those that nobody saw raised.
     """
 
@@ -43,6 +44,7 @@ class FakeCard:
         self._thread: int | None = None
         self._broken: str | None = None
         self.fail_copy: int | None = None
+        self.peak_in_flight = 0
         self.faults: list[str] = []
         self.counts = dict.fromkeys(("polls", "kernels", "copies_to_host", "copies_to_card"), 0)
         self.default = FakeStream(self)
@@ -109,9 +111,11 @@ class FakeStream:
         return len(self._queue)
 
     def push(self, work: Callable[[], None] | FakeMark) -> None:
-        if len(self._queue) - self._num_own >= MAX_IN_FLIGHT:
-            raise self._card.fault(f"more than {MAX_IN_FLIGHT} operations on one stream")
         self._queue.append(work)
+        in_flight = len(self._queue) - self._num_own
+        self._card.peak_in_flight = max(self._card.peak_in_flight, in_flight)
+        if in_flight > MAX_IN_FLIGHT:
+            raise self._card.fault(f"more than {MAX_IN_FLIGHT} operations on one stream")
 
     def after(self, work: Callable[[], None]) -> None:
         """As `push`, of what is no operation of the host's."""

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import silu
 
+from headrace.engine.rngd.labels import PLACED
 from headrace.engine.rngd.signature import read_signature
 
 VOCAB_STEP: Final = 1024
@@ -153,7 +154,8 @@ def _kernel(name: str, overrides: Mapping[str, int] | None, **sizes: int) -> Fak
 def compute(dsl: str, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run a kernel of this library on host memory; caches are changed in place."""
     signature = read_signature(dsl)
-    named = {each.name: tensor for each, tensor in zip(signature.arguments, given, strict=True)}
+    names = [each.name.removesuffix(PLACED) for each in signature.arguments]
+    named = dict(zip(names, given, strict=True))
     return _ARITHMETIC[signature.name](named)
 
 
@@ -174,8 +176,7 @@ def _begun(hidden: torch.Tensor, given: Named) -> list[torch.Tensor]:
     head_dim = given["k_cache"].shape[-1]
     turns = given["rope_table"][given["position_ids"].long()].float()
     query, key, value = (
-        _linear(normed, given[f"attn_{part}_proj_weight"]).unflatten(-1, (-1, head_dim))
-        for part in "qkv"
+        _heads(_linear(normed, given[f"attn_{part}_proj_weight"]), head_dim) for part in "qkv"
     )
     slots = given["kv_scatter_index"][0].long()
     given["k_cache"][slots] = _turned(key, turns)[:, None]
@@ -186,7 +187,7 @@ def _begun(hidden: torch.Tensor, given: Named) -> list[torch.Tensor]:
 def _full_attention(given: Named) -> list[torch.Tensor]:
     slots = given["kv_gather_index"][0].long()
     keys, values = (given[name][slots, 0].float() for name in ("k_cache", "v_cache"))
-    query = given["query"].float().unflatten(-1, (-1, keys.shape[-1]))
+    query = _heads(given["query"].float(), keys.shape[-1])
     times = query.shape[1] // keys.shape[1]
     keys, values = (each.repeat_interleave(times, 1) for each in (keys, values))
     scores = torch.einsum("thd,ahd->hta", query, keys) * keys.shape[-1] ** -0.5
@@ -214,6 +215,10 @@ def _linear(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (states.float() @ weight.float().T).to(_BF16)
 
 
+def _heads(states: torch.Tensor, head_dim: int) -> torch.Tensor:
+    return states.reshape(len(states), -1, head_dim)
+
+
 def _norm(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     wide = states.float()
     scale = (wide.square().mean(-1, keepdim=True) + _EPS).rsqrt()
@@ -222,7 +227,7 @@ def _norm(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _turned(heads: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     """[tokens, heads, head_dim]: element i turns with element i + head_dim / 2."""
-    halves = heads.float().unflatten(-1, (2, -1))
+    halves = heads.float().reshape(*heads.shape[:2], 2, -1)
     return torch.einsum("tioj,thji->thoi", turns, halves).flatten(2).to(_BF16)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from headrace.engine.rngd.labels import is_mixed
 from headrace.engine.rngd.signature import Tensor, read_signature
 from headrace.testing.fake_furiosa.card import FakeCard, FakeEvent, FakeStream, FakeTensor
 from headrace.testing.fake_furiosa.kernels import FakeKernel, compute
@@ -34,6 +35,11 @@ class FlatDramShape:
     intra_chip_strides: list[int]
     inter_chip_axes: list[tuple[int | None, int]]
     dtype: torch.dtype
+
+    def like(self, other: FlatDramShape) -> bool:
+        """Whether both lie on the chips in the same parts, whatever is padding."""
+        mine = self.intra_chip_sizes, self.inter_chip_axes, self.dtype
+        return mine == (other.intra_chip_sizes, other.inter_chip_axes, other.dtype)
 
 
 @dataclass(frozen=True)
@@ -111,8 +117,8 @@ class InnerRunnable:
 class TclModule:
     """A kernel as a module; on host tensors it runs at once, as on the vendor's CPU executor."""
 
-    def __init__(self, dsl: FakeKernel) -> None:
-        self.dsl = dsl.dsl
+    def __init__(self, dsl: str | FakeKernel) -> None:
+        self.dsl = dsl if isinstance(dsl, str) else dsl.dsl
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         for tensor, given in zip(read_signature(self.dsl).arguments, inputs, strict=True):
@@ -135,6 +141,7 @@ class FakeTorch:
         self.ir = SimpleNamespace(Runnable=InnerRunnable, FlatDramShape=FlatDramShape)
         self.CompileModule = _compile_module(self)
         self.Runnable = _runnable(self)
+        self.Stream, self.Event = self._stream, self._event
 
     def set_fusion(self, num_fusion: int) -> Fusion:
         if self._fusion is not None and self._fusion.num_fusion != num_fusion:
@@ -148,11 +155,11 @@ class FakeTorch:
             self._fusion = Fusion(1)
         return self._fusion
 
-    def Stream(self, device: str) -> FakeStream:
+    def _stream(self, device: str) -> FakeStream:
         self._open(device)
         return FakeStream(self.card)
 
-    def Event(self, device: str) -> FakeEvent:
+    def _event(self, device: str) -> FakeEvent:
         self._open(device)
         return FakeEvent(self.card)
 
@@ -210,6 +217,10 @@ def _compile_module(vendor: FakeTorch) -> Any:
             task_name: str | None = None,
         ) -> CompileModule:
             fusion = vendor.get_fusion()
+            if is_mixed(m.dsl):
+                raise UnsupportedOpError(
+                    "failed to import: some arguments are placed, some are not"
+                )
             for tensor, given in zip(read_signature(m.dsl).arguments, args, strict=True):
                 _check_example(tensor, given, fusion.num_chips)
             return cls(vendor.Runnable(vendor.compiler.compile(m.dsl, fusion)))
@@ -219,13 +230,10 @@ def _compile_module(vendor: FakeTorch) -> Any:
 
 def _check_example(tensor: Tensor, given: torch.Tensor, chips: int) -> None:
     """Of an argument that lies on chips, the layout is told by the shape it was made with."""
-    told = getattr(given, "dram_shape", None)
     fits = tuple(given.shape) == tensor.shape and str(given.dtype) == f"torch.{tensor.dtype}"
     if tensor.placed:
-        wanted = _dram(tensor, chips)
-        fits = fits and told is not None
-        fits = fits and told.intra_chip_sizes == wanted.intra_chip_sizes
-        fits = fits and told.inter_chip_axes == wanted.inter_chip_axes
+        told, wanted = getattr(given, "dram_shape", None), _dram(tensor, chips)
+        fits = fits and told is not None and told.like(wanted)
     if not fits:
         raise UnsupportedOpError(f"failed to import {tensor.name}: {tuple(given.shape)}")
 

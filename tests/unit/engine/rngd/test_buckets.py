@@ -94,9 +94,12 @@ def test_buckets_that_mean_nothing_are_refused(asked: tuple[int, ...]) -> None:
         choose(asked, 128, None)
 
 
-def test_buckets_above_the_window_alone_are_refused() -> None:
-    with pytest.raises(Refused, match="window is 16"):
+def test_buckets_that_a_models_kernels_do_not_take_are_left_out_and_some_must_be_left() -> None:
+    assert choose((8, 16, 64), 128, 32, least=16).tokens == (16,)
+    with pytest.raises(Refused, match="take 1 to 16 tokens"):
         choose((32, 64), 128, 16)
+    with pytest.raises(Refused, match="take 32 to 32 tokens"):
+        choose((8, 16, 64), 128, 32, least=32)
 
 
 def test_a_prompt_past_the_caches_is_refused() -> None:

@@ -14,6 +14,7 @@ from headrace.engine.layers import geometry as library_layers
 from headrace.engine.loading import load_config
 from headrace.engine.rngd import exaone4, geometry
 from headrace.engine.rngd.family import FULL, SLIDING, Geometry
+from headrace.engine.rngd.model import read_model
 from headrace.engine.rngd.rope import inverse_frequencies
 from headrace.errors import Refused
 from tests.rngd_checkpoints import Checkpoint, checkpoint_of
@@ -26,7 +27,7 @@ SHAPE = {
     "head_dim": 128,
     "vocab_size": 512,
     "intermediate_size": 512,
-    "sliding_window": 64,
+    "sliding_window": 32,
 }
 
 
@@ -51,7 +52,7 @@ def test_a_checkpoint_passes_and_has_the_librarys_layers(
     exaone4.check(config)
     theirs = library_layers(load_config(checkpoint.plain), "source", "bfloat16", 300)
     assert geometry.layers(exaone4.FAMILY, config, 300) == theirs
-    assert exaone4.geometry(config) == {SLIDING: Geometry(4, 128, 64), FULL: Geometry(4, 128)}
+    assert exaone4.geometry(config) == {SLIDING: Geometry(4, 128, 32), FULL: Geometry(4, 128)}
 
 
 def test_the_kernels_are_told_its_shape(config: dict[str, Any]) -> None:
@@ -107,3 +108,8 @@ def test_what_they_would_compute_wrongly_is_refused(
 ) -> None:
     with pytest.raises(Refused, match=said):
         exaone4.check({**config, **more})
+
+
+def test_a_bucket_of_one_token_is_left_out(checkpoint: Checkpoint) -> None:
+    model = read_model(checkpoint.kernels, token_buckets=(1, 2, 32, 33))
+    assert model.buckets.tokens == (2, 32)

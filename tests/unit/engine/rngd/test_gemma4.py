@@ -16,13 +16,14 @@ from headrace.engine.layers import geometry as library_layers
 from headrace.engine.loading import load_config
 from headrace.engine.rngd import gemma4, geometry
 from headrace.engine.rngd.family import FULL, SLIDING, Geometry
+from headrace.engine.rngd.model import read_model
 from headrace.engine.rngd.rope import inverse_frequencies
 from headrace.engine.rngd.weights import Weights
 from headrace.errors import Refused
 from tests.rngd_checkpoints import Checkpoint, checkpoint_of
 from tests.unit.engine.rngd.wiring import tensors_read
 
-KINDS = (SLIDING, SLIDING, FULL) * 2
+KINDS = (SLIDING, SLIDING, FULL, SLIDING, FULL)
 SHAPE = {
     "hidden_size": 512,
     "num_attention_heads": 8,
@@ -32,7 +33,7 @@ SHAPE = {
     "global_head_dim": 256,
     "vocab_size": 512,
     "intermediate_size": 512,
-    "sliding_window": 64,
+    "sliding_window": 32,
 }
 
 
@@ -65,7 +66,7 @@ def test_a_checkpoint_passes_and_has_the_librarys_layers(text: Any, checkpoint: 
     config = geometry.read_config(checkpoint.kernels)
     theirs = library_layers(load_config(checkpoint.plain), "source", "bfloat16", 300)
     assert geometry.layers(gemma4.FAMILY, config, 300) == theirs
-    assert gemma4.geometry(text) == {SLIDING: Geometry(4, 128, 64), FULL: Geometry(4, 256)}
+    assert gemma4.geometry(text) == {SLIDING: Geometry(4, 128, 32), FULL: Geometry(4, 256)}
 
 
 def test_the_kernels_are_told_its_shape(text: Any) -> None:
@@ -110,7 +111,7 @@ def test_rows_of_the_embedding_are_the_librarys(text: Any, checkpoint: Checkpoin
         ({"num_global_key_value_heads": 2}, "num_global_key_value_heads is 2"),
         ({"layer_types": [*KINDS[:-1], SLIDING]}, "begin with a sliding layer, end with a full"),
         ({"layer_types": [FULL, *KINDS[1:]]}, "begin with a sliding layer, end with a full"),
-        ({"layer_types": [*KINDS[:4], FULL, FULL]}, "no two full ones in a row"),
+        ({"layer_types": [*KINDS[:3], FULL, FULL]}, "no two full ones in a row"),
     ],
 )
 def test_what_they_would_compute_wrongly_is_refused(
@@ -118,6 +119,13 @@ def test_what_they_would_compute_wrongly_is_refused(
 ) -> None:
     with pytest.raises(Refused, match=said):
         gemma4.check({**text, **more})
+
+
+def test_buckets_that_its_kernels_cannot_be_made_for_are_left_out(checkpoint: Checkpoint) -> None:
+    model = read_model(checkpoint.kernels, token_buckets=(31, 32, 33))
+    assert model.buckets.tokens == (32,)
+    with pytest.raises(Refused, match=r"\[16\]: this model's kernels take 32 to 32 tokens"):
+        read_model(checkpoint.kernels, token_buckets=(16,))
 
 
 @pytest.mark.parametrize("config", [{}, {"text_config": None}, {"text_config": [1]}])

@@ -106,8 +106,8 @@ def test_a_sliding_layer_has_every_row_and_its_own_shape() -> None:
     assert all(isinstance(layer, Layer) for layer in (sliding, full))
 
 
-def test_each_family_stands_once() -> None:
-    named = [family.model_type for family in geometry.FAMILIES]
+def test_each_family_stands_once_for_each_kind_of_weights() -> None:
+    named = [(family.model_type, family.quantised) for family in geometry.FAMILIES]
     assert len(set(named)) == len(named)
 
 
