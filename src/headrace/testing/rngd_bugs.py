@@ -98,7 +98,7 @@ cells_are_told_when_they_are_there: rows of a whole tensor are never picked
     if self.host is not self.target: => if False:
 [CompiledKernels._compile]
 a_failed_compilation_is_not_remembered: the vendor's cache is kept
-    with vendor.config.cache_context(own): =>
+    with vendor.config.cache_context(str(own)): =>
         with vendor.config.cache_context(str(self._directory)):
 [CompiledKernels._read]
 kernels_are_compiled_once: a changed file is taken
@@ -111,7 +111,7 @@ kernels_are_compiled_once: what was compiled is not written
     _write(path, made) => pass
 [compiled._write]
 kernels_are_compiled_once: parts of files are left
-    os.replace(part, path) => path.write_bytes(Path(part).read_bytes())
+    os.replace(part, path) => path.write_bytes(part.read_bytes())
 [Emitter.poll]
 cells_are_told_when_they_are_there: what is read is announced at once
     while self._waiting and self._waiting[0].lies_there(): => while self._waiting:

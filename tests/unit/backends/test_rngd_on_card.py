@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from headrace.backends import rngd
 from headrace.backends.null import decoder_like
 from headrace.backends.rngd import RngdEngine
+from headrace.engine.loading import load_model
 from headrace.engine.rngd import probe as probing
 from headrace.engine.rngd.probe_steps import Bench
 from headrace.errors import BackendUnavailable, Closed, Unquiet
@@ -77,6 +79,31 @@ def test_a_card_gives_what_the_emulation_gives_on_every_route(options: dict[str,
     again = rngd.open({**options, "unverified": True})
     assert again.statistics()["kernels_compiled"] == 0
     again.close()
+
+
+def test_the_fakes_numbers_are_a_llamas_but_for_rounding(
+    directory: Path, options: dict[str, Any]
+) -> None:
+    tokens = [(5 + 3 * at * at) % 50 for at in range(NUM_TOKENS)]
+    card = rngd.open({**options, "unverified": True})
+    sink = prefill(card, "streamed", tokens)
+    card.close()
+    model = load_model(directory, dtype="float32", threads=1, attention=None, device="cpu")
+    cache = DynamicCache(config=model.config)
+    wanted = model.forward(torch.tensor([tokens]), cache).view(-1)
+    for (layer, part), got in sink.cells().items():
+        states = cache.layers[layer].values if part else cache.layers[layer].keys
+        assert states is not None
+        theirs = states[0].transpose(0, 1)
+        mine = torch.frombuffer(bytearray(got), dtype=torch.bfloat16).reshape(theirs.shape)
+        assert off_by(mine.float(), theirs) < 0.03, (layer, part)
+    assert sink.logits is not None
+    assert off_by(torch.frombuffer(bytearray(sink.logits), dtype=torch.float32), wanted) < 0.05
+
+
+def off_by(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The rms difference as a share of the rms of what is right."""
+    return float((got - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
 
 
 def test_a_card_without_a_record_is_refused_and_a_probe_makes_it(

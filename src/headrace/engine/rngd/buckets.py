@@ -92,9 +92,11 @@ class Buckets:
         return Chunk(start, stop, tokens, self.attention(tokens, start, stop))
 
 
-def choose(asked: Sequence[int], max_positions: int, window: int | None, least: int = 1) -> Buckets:
+def choose(
+    asked: Sequence[int], max_positions: int, window: int | None, least: int = 1, unit: int = 1
+) -> Buckets:
     """The buckets for a model whose shortest sliding window is `window`, None if it has none, and
-    whose kernels take at least `least` tokens.
+    whose kernels take at least `least` tokens, and multiples of `unit`.
 
     A kernel for a sliding layer takes no more tokens than the window here. What is larger or
     smaller than that is left out.
@@ -105,11 +107,11 @@ def choose(asked: Sequence[int], max_positions: int, window: int | None, least: 
     if not asked or any(size < 1 for size in asked) or len(set(asked)) != len(asked):
         raise Refused(f"token_buckets {list(asked)} must be positive and differ", field="buckets")
     largest = max(asked) if window is None else window
-    fitting = sorted(size for size in asked if least <= size <= largest)
+    fitting = sorted(size for size in asked if least <= size <= largest and not size % unit)
     if not fitting:
         raise Refused(
-            f"token_buckets {list(asked)}: this model's kernels take {least} to {largest} tokens; "
-            "add a bucket of such a size",
+            f"token_buckets {list(asked)}: this model's kernels take {least} to {largest} tokens"
+            f"{f', in multiples of {unit}' if unit > 1 else ''}; add a bucket of such a size",
             field="buckets",
         )
     return Buckets(tuple(fitting), max_positions)

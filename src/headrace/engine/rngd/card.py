@@ -26,7 +26,7 @@ from headrace.engine.rngd.furiosa import set_fusion_once
 from headrace.engine.rngd.record import Reads
 from headrace.engine.rngd.sdk import Sdk
 from headrace.engine.rngd.signature import Signature, Tensor
-from headrace.errors import Closed, DeviceError, HeadraceError, LocalProtocolError
+from headrace.errors import Closed, DeviceError, LocalProtocolError
 
 PES_PER_CHIP: Final = 8
 MAX_IN_FLIGHT: Final = 10
@@ -171,8 +171,6 @@ class CardExecutor:
         """Whatever the vendor's calls raise is a failure of the card, also of what was queued."""
         try:
             yield
-        except HeadraceError:
-            raise
         except Exception as exc:
             lines = str(exc).strip().splitlines() or ["no reason given"]
             self._broken = f"{type(exc).__name__}: {lines[0]}"

@@ -15,7 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
-import tempfile
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -96,7 +96,8 @@ class CompiledKernels:
             if path.exists():
                 self._num_broken += 1
                 self._told(f"{path} is not as it was written; compiling {signature.name} again")
-            made = self._compile(kernel, signature, chips)
+            with _scratch(path.with_suffix(".compiler")) as own:
+                made = self._compile(kernel, signature, chips, own)
             _write(path, made)
             return made
 
@@ -111,26 +112,24 @@ class CompiledKernels:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _compile(self, kernel: Any, signature: Signature, chips: int) -> bytes:
+    def _compile(self, kernel: Any, signature: Signature, chips: int, own: Path) -> bytes:
+        """own: an empty directory, for the vendor's cache."""
         self._num_compiled += 1
         label = f"{signature.name} {_shapes(signature)}"
         self._told(f"compiling {label}, number {self._num_compiled} of this process")
         began = time.monotonic()
         vendor = self._sdk.torch
-        with tempfile.TemporaryDirectory(dir=self._directory, prefix="compiler-") as own:
-            try:
-                mixed = is_mixed(kernel.dsl)
-                examples = tuple(
-                    self._example(tensor, chips, mixed) for tensor in signature.arguments
+        try:
+            mixed = is_mixed(kernel.dsl)
+            examples = tuple(self._example(each, chips, mixed) for each in signature.arguments)
+            module = vendor.TclModule(labelled(kernel.dsl) if mixed else kernel)
+            with vendor.config.cache_context(str(own)):
+                compiled = vendor.CompileModule.from_module(
+                    module, examples, task_name=signature.name
                 )
-                module = vendor.TclModule(labelled(kernel.dsl) if mixed else kernel)
-                with vendor.config.cache_context(own):
-                    compiled = vendor.CompileModule.from_module(
-                        module, examples, task_name=signature.name
-                    )
-                made: bytes = compiled.runnable._inner.serialize()
-            except Exception as exc:  # the vendor wraps whatever goes wrong, panics too
-                raise _failed(signature, exc) from exc
+            made: bytes = compiled.runnable._inner.serialize()
+        except Exception as exc:  # the vendor wraps whatever goes wrong, panics too
+            raise _failed(signature, exc) from exc
         self._told(f"compiled {label} in {time.monotonic() - began:.1f} s")
         return made
 
@@ -171,19 +170,26 @@ class CompiledKernels:
         return body if as_written and hashlib.sha256(body).digest() == digest else None
 
 
+@contextmanager
+def _scratch(own: Path) -> Iterator[Path]:
+    """A directory for the length of the block; one that an ended process left is emptied first."""
+    shutil.rmtree(own, ignore_errors=True)
+    own.mkdir()
+    try:
+        yield own
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
 def _write(path: Path, body: bytes) -> None:
     """In one step: who reads meanwhile, or after this was interrupted, finds all of it or none."""
     digest, length = hashlib.sha256(body).digest(), len(body).to_bytes(_LENGTH_NBYTES, "little")
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
-    try:
-        with open(handle, "wb") as file:
-            file.write(FORMAT + digest + length + body)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        os.unlink(part)
-        raise
+    part = path.with_suffix(".part")
+    with open(part, "wb") as file:
+        file.write(FORMAT + digest + length + body)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
 
 
 def _check(inner: Any, signature: Signature, fusion: int, chips: int) -> None:

@@ -75,6 +75,7 @@ class Family:
     geometry: a config's layers by kind. kinds: the kind of each layer.
     overrides: what the kernels are told, for `max_positions`.
     quantised: whether they take 8 bit weights. min_tokens: the smallest token bucket.
+    token_unit: what all token buckets are multiples of.
     head: a tensor of the checkpoint by which the host multiplies the one row that `last` leaves, or
     None where `last` gives logits.
     embed: from config, weights and int32 ids the bf16 rows that `first` takes instead of ids; None
@@ -101,6 +102,7 @@ class Family:
     embed: Callable[[Config, TensorsByName, torch.Tensor], torch.Tensor] | None = None
     quantised: bool = False
     min_tokens: int = 1
+    token_unit: int = 1
     head: str | None = None
 
 

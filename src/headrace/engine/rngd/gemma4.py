@@ -181,4 +181,5 @@ FAMILY: Final = Family(
     text=text,
     embed=embed,
     min_tokens=MIN_TOKENS,
+    token_unit=CHIPS,
 )

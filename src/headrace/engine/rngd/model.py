@@ -53,5 +53,5 @@ def read_model(
     shapes = family.geometry(family.text(config)).values()
     windows = [shape.window for shape in shapes if shape.window is not None]
     window = min(windows, default=None)
-    buckets = choose(token_buckets, positions, window, family.min_tokens)
+    buckets = choose(token_buckets, positions, window, family.min_tokens, family.token_unit)
     return Model(directory, config, family, buckets)

@@ -10,14 +10,33 @@ import json
 import os
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from headrace.engine.rngd import llama
+from headrace.engine.rngd.card import shard_axes
 from headrace.engine.rngd.compiled import CompiledKernels
 from headrace.engine.rngd.furiosa import open_sdk, set_fusion_once
 from headrace.engine.rngd.probes import COMPILER
+from headrace.engine.rngd.sdk import Sdk
+from headrace.engine.rngd.signature import Tensor
 from headrace.engine.rngd.tiny import TINY_LLAMA
 from headrace.errors import BackendUnavailable
+
+
+def layout_of(sdk: Sdk, tensor: Tensor) -> Any:
+    """Of memory as the card's executor asks for it; it is the host's here."""
+    made = sdk.torch.empty_sharded(
+        list(tensor.padded),
+        shard_axes=shard_axes(tensor, 1),
+        dtype=getattr(torch, tensor.dtype),
+        device="cpu",
+    )
+    told = import_module("furiosa.torch._C.tensor")
+    return told._get_furiosa_dram_shape(made)
 
 
 def main(directory: Path) -> None:
@@ -32,12 +51,16 @@ def main(directory: Path) -> None:
         os.environ["PATH"] = where
         cache = CompiledKernels(sdk, directory=directory)
         try:
-            runnable, _ = cache.load(kernel, fusion=8, chips=1)
+            runnable, signature = cache.load(kernel, fusion=8, chips=1)
         except BackendUnavailable as exc:
             made.append({"stage": exc.stage, **cache.statistics()})
         else:
             shapes = [list(each.host_sizes) for each in runnable.input_dram_shapes]
-            made.append({"shapes": shapes, **cache.statistics()})
+            fits = [
+                layout_of(sdk, each) == shape
+                for each, shape in zip(signature.arguments, runnable.input_dram_shapes, strict=True)
+            ]
+            made.append({"shapes": shapes, "fits": all(fits), **cache.statistics()})
     print(json.dumps(made))
 
 

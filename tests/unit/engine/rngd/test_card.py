@@ -129,6 +129,18 @@ def test_copies_overtake_what_is_computed_later(tmp_path: Path) -> None:
     assert ticket.done()
 
 
+def test_a_read_with_nothing_queued_before_it_waits_for_nothing(tmp_path: Path) -> None:
+    card, _ = open_card(tmp_path)
+    placed = card.place(ROWS, numbers(ROWS))
+    card.wait()
+    target = old(6, ROWS)
+    ticket = card.read(ROWS, placed, 0, 6, target)
+    assert card._copies.stream.length == 2  # the copy and its event
+    while not ticket.done():
+        pass
+    assert torch.equal(target, numbers(ROWS))
+
+
 def test_the_stream_of_before_is_the_current_one_again(tmp_path: Path) -> None:
     card, fake = open_card(tmp_path)
     assert fake.card.current is card._compute.stream

@@ -18,6 +18,7 @@ from headrace.engine.rngd.labels import PLACED, labelled
 from headrace.engine.rngd.signature import read_signature
 from headrace.errors import BackendUnavailable
 from headrace.testing.fake_furiosa import FakeFuriosa
+from headrace.testing.fake_furiosa.kernels import FakeKernel
 from headrace.testing.fake_furiosa.vendor import InnerRunnable
 
 CONFIG = {
@@ -100,6 +101,19 @@ def test_a_kernel_of_which_some_arguments_are_placed_is_compiled_with_all_of_the
     assert all(each.placed for each in arguments)
     assert arguments[0].name == f"weighted_v{PLACED}"
     assert inner.input_dram_shapes[-1].host_sizes == [1024, 32]
+
+
+def test_what_lies_in_parts_on_chips_is_compiled_so(tmp_path: Path) -> None:
+    fake = FakeFuriosa()
+    fake.torch.set_fusion(32)
+    parts = "dram([H @ 8 / 2] | [T, H @ 8 % 2, E])/bf16 @ original=[T, H, E]"
+    dsl = f"def fake_split<T=4, H=8, E=2>(\n    cache: {parts}\n) -> {parts}:\n    fake\n"
+    kernel = FakeKernel("fake_split", dsl)
+    cache = CompiledKernels(fake.sdk(), directory=tmp_path)
+    runnable, _ = cache.load(kernel, fusion=32, chips=4)
+    (shape,) = runnable._inner.input_dram_shapes
+    assert (shape.host_sizes, shape.intra_chip_sizes) == ([4, 8, 2], [4, 2, 2])
+    assert shape.inter_chip_axes == [(1, 4)]
 
 
 def spoil_length(body: bytes) -> bytes:
@@ -188,10 +202,27 @@ def test_an_interrupted_write_counts_for_nothing(
         patched.setattr(os, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             Opened(tmp_path).load()
-    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".lock", ".part"]
     again = Opened(tmp_path)
     again.load()
     assert again.num_compiled == 1
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".kernel", ".lock"]
+
+
+def test_what_an_ended_process_left_of_a_compilation_is_thrown_away(tmp_path: Path) -> None:
+    """A failure could be remembered there."""
+    Opened(tmp_path).load()
+    (path,) = files(tmp_path)
+    path.unlink()
+    fake = FakeFuriosa()
+    fake.torch.compiler.toolchain = False
+    with (
+        fake.torch.config.cache_context(str(path.with_suffix(".compiler"))),
+        pytest.raises(Exception, match="os error 2"),
+    ):
+        fake.torch.compiler.compile(kernel_of(fake).dsl, fake.torch.get_fusion())
+    Opened(tmp_path).load()
+    assert sorted(each.suffix for each in tmp_path.iterdir()) == [".kernel", ".lock"]
 
 
 def test_a_failure_is_typed_and_not_remembered(tmp_path: Path) -> None:
@@ -271,4 +302,5 @@ def test_the_installed_compiler_needs_no_card(rngd_python: str, tmp_path: Path) 
     shapes = [[16, 256], [1, 16], [65, 1, 2, 64], [65, 1, 2, 64], [1, 16, 16]]
     for attempt, (num_compiled, num_found) in zip(made, ((1, 0), (0, 1)), strict=False):
         assert attempt["shapes"] == shapes
+        assert attempt["fits"]  # what the card's executor places is laid out as the program asks
         assert (attempt["kernels_compiled"], attempt["kernels_found"]) == (num_compiled, num_found)

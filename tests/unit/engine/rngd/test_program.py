@@ -14,7 +14,7 @@ from headrace.engine.rngd import llama
 from headrace.engine.rngd.buckets import choose
 from headrace.engine.rngd.emulated import EmulatedExecutor, Held
 from headrace.engine.rngd.executor import bind
-from headrace.engine.rngd.family import FULL, Family, Geometry
+from headrace.engine.rngd.family import FULL, Family, Geometry, TensorsByName
 from headrace.engine.rngd.program import STAGES, LayerProgram
 from headrace.engine.rngd.signature import Signature, Tensor
 from headrace.engine.rngd.weights import Weights
