@@ -94,6 +94,8 @@ def open(config: Mapping[str, Any]) -> RngdEngine:
         max_positions=options.max_positions,
         token_buckets=options.token_buckets,
     )
+    if not options.emulate and not options.unverified:
+        model.check_for_card()
     if options.sdk is None:
         _check_installed(options, model)
     torch.set_num_threads(options.threads)

@@ -22,6 +22,7 @@ import torch
 from headrace.engine.rngd import layout
 from headrace.engine.rngd.compiled import CompiledKernels
 from headrace.engine.rngd.executor import Program, Ticket
+from headrace.engine.rngd.faults import raised_as
 from headrace.engine.rngd.furiosa import set_fusion_once
 from headrace.engine.rngd.record import Reads
 from headrace.engine.rngd.sdk import Sdk
@@ -169,12 +170,12 @@ class CardExecutor:
     @contextmanager
     def _vendor(self) -> Iterator[None]:
         """Whatever the vendor's calls raise is a failure of the card, also of what was queued."""
-        try:
+        with raised_as(self._failed):
             yield
-        except Exception as exc:
-            lines = str(exc).strip().splitlines() or ["no reason given"]
-            self._broken = f"{type(exc).__name__}: {lines[0]}"
-            raise DeviceError(f"{self._where}: {self._broken}") from exc
+
+    def _failed(self, told: str) -> DeviceError:
+        self._broken = told
+        return DeviceError(f"{self._where}: {told}")
 
 
 def shard_axes(tensor: Tensor, chips: int) -> list[tuple[int | None, int]]:

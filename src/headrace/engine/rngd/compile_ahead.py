@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         model = read_model(
             asked.model, max_positions=asked.max_positions, token_buckets=asked.token_buckets
         )
+        model.check_for_card()
         compile_ahead(sdk_named(asked.sdk), model, cache=asked.cache, say=_say)
     except HeadraceError as exc:
         _say(f"headrace: {exc}")

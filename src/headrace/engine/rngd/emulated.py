@@ -20,9 +20,10 @@ import torch
 
 from headrace.engine.rngd import layout
 from headrace.engine.rngd.executor import Finished, Program, Ticket
+from headrace.engine.rngd.faults import raised_as
 from headrace.engine.rngd.sdk import Sdk
 from headrace.engine.rngd.signature import Tensor, read_signature
-from headrace.errors import LocalProtocolError
+from headrace.errors import DeviceError, LocalProtocolError
 
 CHANGED: Final = ("k_cache", "v_cache")
 """The arguments that kernels change in place."""
@@ -115,7 +116,8 @@ class _CpuProgram:
     def __call__(self, arguments: Sequence[Held]) -> Sequence[Held]:
         taken = self.signature.arguments
         given = [self._form(tensor, held) for tensor, held in zip(taken, arguments, strict=True)]
-        results: Sequence[torch.Tensor] = self._module(*given)
+        with raised_as(self._failed):
+            results: Sequence[torch.Tensor] = self._module(*given)
         for tensor, held, form in zip(taken, arguments, given, strict=True):
             if tensor.name in CHANGED:
                 held.change(form)
@@ -123,6 +125,9 @@ class _CpuProgram:
             self._result(tensor, result)
             for tensor, result in zip(self.signature.results, results, strict=True)
         ]
+
+    def _failed(self, told: str) -> DeviceError:
+        return DeviceError(f"kernel {self.signature.name}: {told}")
 
     def _form(self, tensor: Tensor, held: Held) -> torch.Tensor:
         return held.whole() if self._whole else held.stored().reshape(tensor.squeezed)

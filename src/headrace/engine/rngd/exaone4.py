@@ -82,6 +82,7 @@ FAMILY: Final = Family(
     module="exaone4",
     variant="w8fa8fdkv16",
     chips=CHIPS,
+    only_emulated=True,
     first=f"{_PREFIX}first_tokenwise",
     last=f"{_PREFIX}last_tokenwise_with_lm_head",
     mid={

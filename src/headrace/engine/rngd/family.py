@@ -74,6 +74,7 @@ class Family:
     check: raises Refused for what of a config the kernels cannot do.
     geometry: a config's layers by kind. kinds: the kind of each layer.
     overrides: what the kernels are told, for `max_positions`.
+    only_emulated: whether the vendor's compiler was seen to refuse these kernels for a card.
     quantised: whether they take 8 bit weights. min_tokens: the smallest token bucket.
     token_unit: what all token buckets are multiples of.
     head: a tensor of the checkpoint by which the host multiplies the one row that `last` leaves, or
@@ -101,6 +102,7 @@ class Family:
     optional: Mapping[str, str] = field(default_factory=dict)
     embed: Callable[[Config, TensorsByName, torch.Tensor], torch.Tensor] | None = None
     quantised: bool = False
+    only_emulated: bool = False
     min_tokens: int = 1
     token_unit: int = 1
     head: str | None = None

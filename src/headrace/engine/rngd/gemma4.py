@@ -160,6 +160,7 @@ FAMILY: Final = Family(
     module="gemma4",
     variant="w8fa8fdkv16",
     chips=CHIPS,
+    only_emulated=True,
     first=f"{_PREFIX}text_pre",
     last=f"{_PREFIX}last_tokenwise_with_lm_head",
     mid={

@@ -8,6 +8,7 @@ from typing import Any
 from headrace.engine.rngd.buckets import Chunk
 from headrace.engine.rngd.executor import Executor, Program
 from headrace.engine.rngd.family import Config, Family
+from headrace.engine.rngd.faults import raised_as
 from headrace.engine.rngd.sdk import Sdk
 from headrace.engine.rngd.signature import changed
 
@@ -78,12 +79,9 @@ class Kernels:
             factory = getattr(self._module, name, None)
             if factory is None:
                 raise changed(name, f"the kernel library's {self._family.module} has none so named")
-            try:
+            shape = ", ".join(f"{size}={value}" for size, value in sizes.items())
+            self.told(f"{name} {shape}")
+            with raised_as(lambda told: changed(name, f"it cannot be made for {shape}: {told}")):
                 kernel = factory(**sizes, hf_config_overrides=self._overrides)
-            except Exception as exc:  # whatever the library raises at shapes it is not made for
-                told = (str(exc).strip() or type(exc).__name__).splitlines()[0]
-                shape = ", ".join(f"{size}={value}" for size, value in sizes.items())
-                raise changed(name, f"it cannot be made for {shape}: {told}") from exc
-            self.told(f"{name} {'x'.join(str(size) for size in key[1])}")
-            self._loaded[key] = self._executor.load(kernel)
+                self._loaded[key] = self._executor.load(kernel)
         return self._loaded[key]

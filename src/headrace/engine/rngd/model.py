@@ -9,7 +9,8 @@ from typing import Any, Final, NamedTuple
 from headrace.engine.rngd import geometry
 from headrace.engine.rngd.buckets import TOKEN_BUCKETS, Buckets, choose
 from headrace.engine.rngd.family import Family
-from headrace.errors import Refused
+from headrace.engine.rngd.sdk import SDK_VERSION, VENDOR
+from headrace.errors import BackendUnavailable, Refused
 
 MAX_POSITIONS: Final = 8192
 """The longest prompt by default: caches of all layers are made for it at the start."""
@@ -26,6 +27,21 @@ class Model(NamedTuple):
     @property
     def max_positions(self) -> int:
         return self.buckets.max_positions
+
+    def check_for_card(self) -> None:
+        """Refuse a model whose kernels were never seen to compile for a card.
+
+        Raises:
+            BackendUnavailable: api_missing.
+        """
+        if self.family.only_emulated:
+            raise BackendUnavailable(
+                VENDOR,
+                "api_missing",
+                f"kernels for {self.family.model_type}",
+                f"the vendor's compiler {SDK_VERSION} refuses those that write a cache",
+                "They run with --emulate; --source-options '{\"unverified\": true}' tries a card",
+            )
 
 
 def read_model(

@@ -18,6 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from headrace.engine.rngd import cards, record
+from headrace.engine.rngd.faults import raised_as
 from headrace.engine.rngd.furiosa import sdk_named, set_fusion_once
 from headrace.engine.rngd.probe_steps import STEPS, Bench
 from headrace.engine.rngd.probes import PES_PER_CARD
@@ -96,10 +97,13 @@ def probe(
 
 def _taken(take: Callable[[Bench], dict[str, Any]], bench: Bench) -> Finding:
     began = time.perf_counter()
+    facts: dict[str, Any] = {}
+    error = ""
     try:
-        facts, error = take(bench), ""
-    except Exception as exc:  # whatever a vendor's library raises is what is to be known
-        facts, error = {}, f"{type(exc).__name__}: {(str(exc).strip() or 'no reason given')[:1000]}"
+        with raised_as(HeadraceError):  # whatever a vendor's library raises is to be known
+            facts = take(bench)
+    except HeadraceError as exc:
+        error = str(exc)
     return Finding(facts, error, round(time.perf_counter() - began, 3))
 
 

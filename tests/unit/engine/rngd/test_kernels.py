@@ -51,7 +51,8 @@ def test_a_kernel_is_loaded_once_and_told_before() -> None:
     assert kernels.token_wise(1, FIRST) is kernels.token_wise(2, LATER)
     assert kernels.attention(FULL, FIRST) is not kernels.attention(FULL, LATER)
     assert len(told) == len(library.made) == 3
-    assert told[0] == f"llama3_1_8b_w16a16_mid_tokenwise 32x{MAX_POSITIONS + 1}"
+    sizes = f"num_tokens=32, num_kv_cache_blocks={MAX_POSITIONS + 1}"
+    assert told[0] == f"llama3_1_8b_w16a16_mid_tokenwise {sizes}"
 
 
 def test_a_kernel_between_layers_is_named_by_both_kinds() -> None:
