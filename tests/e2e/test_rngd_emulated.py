@@ -32,7 +32,7 @@ from headrace.runtime.requests import Request, RequestOptions
 from headrace.runtime.reuse import Speeds
 from headrace.runtime.worker import SourceHandle
 from tests.e2e.rngd_mistakes import MISTAKES
-from tests.rngd_checkpoints import CONFIGS, FP8, checkpoint_of
+from tests.rngd_checkpoints import checkpoint_of
 
 pytestmark = [pytest.mark.rngd_emulation, pytest.mark.usefixtures("nothing_left")]
 
@@ -40,7 +40,7 @@ CONTEXT = 192
 VOCAB = 512
 BUCKETS = (16, 32)
 EDGES = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97)
-LENGTHS = (1, 2, 33, 100)
+LENGTHS = (2, 33, 100)
 
 StandOf: TypeAlias = Callable[..., AbstractContextManager[Stand]]
 
@@ -175,7 +175,7 @@ def test_a_cpu_decoder_goes_on_with_the_same_tokens_by_every_route(
 @pytest.mark.real_model
 def test_a_real_model_too(rngd_python: str) -> None:
     with pair_of(smollm2(), rngd_python, {}) as owner:
-        check_pair(owner, (1, 31, 33, 65), prompt)
+        check_pair(owner, (31, 33), prompt)
 
 
 def test_the_rest_of_a_kept_prompt_has_the_bits_of_a_prefill_that_is_cut_there(
@@ -213,24 +213,13 @@ def smollm2() -> Path:
         pytest.skip(f"smollm2-135m is not here: {exc}")
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_the_numbers_of_every_family_are_within_the_bound(family: str, emulated: StandOf) -> None:
-    """100 positions are more than the window of those that have one."""
-    checkpoint = checkpoint_of(family)
+def test_its_numbers_are_within_the_bound(emulated: StandOf) -> None:
+    """`test_rngd_families` has the other families, held against the same arithmetic in torch."""
+    checkpoint = checkpoint_of("llama")
     torches = torch_states(checkpoint.plain, LENGTHS)
     found = states(emulated(checkpoint.kernels), LENGTHS)
     for mine, (rounded, exact) in zip(found, torches, strict=True):
-        check_bound(mine, rounded, exact, quantised=family in FP8)
-
-
-@pytest.mark.parametrize("family", FP8)
-def test_every_route_has_the_same_bytes_in_every_family(family: str, emulated: StandOf) -> None:
-    with emulated(checkpoint_of(family).kernels) as stand:
-        for num_tokens in (1, 33, 70):
-            tokens = prompt(num_tokens)
-            whole = prefill(stand, tokens)
-            for asked in routes():
-                assert prefill(stand, tokens, **asked).same_bytes(whole), (num_tokens, asked)
+        check_bound(mine, rounded, exact)
 
 
 @pytest.mark.real_model

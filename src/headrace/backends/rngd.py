@@ -259,9 +259,7 @@ class RngdEngine:
         )
         row = torch.empty(1, program.last_width, dtype=torch.bfloat16)
         ticket = program.read_last(given, row)
-        while not ticket.done():
-            sink.check()
-            emitter.poll()
+        emitter.wait_for(ticket)
         emitter.poll()
         logits = program.logits(row)
         ready_ns = time.monotonic_ns()

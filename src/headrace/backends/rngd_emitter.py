@@ -42,8 +42,7 @@ class _Announced:
 class Emitter:
     """Reads and announces the cells of one attempt. Any call raises `Cancelled` as its sink does.
 
-    peak_in_flight: the most writers that waited for their reads at once. announced: span batches
-    that were announced before `finish`.
+    peak_in_flight: the most writers that waited for their reads at once.
     """
 
     def __init__(self, sink: PrefillSink, start: int, read: Read) -> None:
@@ -54,12 +53,10 @@ class Emitter:
         self._group_of: dict[int, Group] = {}
         self._filling: dict[int, _Announced] = {}
         self._waiting: deque[_Announced] = deque()
-        self._at = (0, 0)
         self.peak_in_flight = 0
 
     def begin(self, start: int, stop: int) -> None:
         """Positions [start, stop) are about to be computed."""
-        self._at = start, stop
         if self._sink.options.route == "streamed":
             self._group_of = self._groups.of(start, stop)
 
@@ -95,6 +92,12 @@ class Emitter:
         if self._sink.options.route == "whole":
             self._emit(self._start, self._sink.plan.num_tokens)
         while self._waiting:
+            self._sink.check()
+            self.poll()
+
+    def wait_for(self, ticket: Ticket) -> None:
+        """Until it is done, hear a cancel and announce what lies in the slot."""
+        while not ticket.done():
             self._sink.check()
             self.poll()
 

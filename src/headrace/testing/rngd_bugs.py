@@ -135,7 +135,7 @@ a_failed_copy_is_told: a card that failed is told as any error is
     raise Unquiet(f"copies into the slot may be in flight: {broken}") from exc => raise
 [RngdEngine._run]
 cells_are_told_when_they_are_there: logits are not waited for
-    while not ticket.done(): => while False:
+    emitter.wait_for(ticket) => pass
 cells_are_told_when_they_are_there: the end is told before the last cells
     emitter.finish() => pass
 [LayerProgram.read]

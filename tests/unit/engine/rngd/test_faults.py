@@ -8,7 +8,7 @@ from headrace.engine.rngd.faults import line_of, raised_as
 from headrace.errors import Cancelled, DeviceError
 
 
-class PanicException(BaseException):  # noqa: N818
+class PanicException(BaseException):
     """Named as the class that the vendor's native part makes for a panic."""
 
 
