@@ -39,7 +39,7 @@ from headrace.engine.tensors import as_bytes
 from headrace.errors import (
     BackendUnavailable,
     Closed,
-    DeviceError,
+    HeadraceError,
     LocalProtocolError,
     Refused,
     Unquiet,
@@ -118,8 +118,11 @@ def occupants(config: Mapping[str, Any]) -> list[str]:
     options = read_options(config, Options, "rngd")
     if options.emulate:
         return []
-    smi = import_smi() if options.sdk is None else sdk_named(options.sdk).smi
-    chips = read_model(Path(options.model)).family.chips
+    chips = geometry.family_of(geometry.read_config(Path(options.model))).chips
+    try:
+        smi = import_smi() if options.sdk is None else sdk_named(options.sdk).smi
+    except ImportError:
+        return []  # opening it will say what is missing
     return [
         f"core {core} of card {card} is occupied"
         for card in range(options.device * chips, (options.device + 1) * chips)
@@ -190,7 +193,7 @@ class RngdEngine:
             max_positions=model.max_positions,
             prefix="recompute",
         )
-        weights = Weights(model.directory, model.family.optional)
+        weights = Weights(model.directory, model.stand_ins)
         program = LayerProgram(sdk, executor, model.family, model.config, weights, model.buckets)
         shapes = model.buckets.shapes()
         program.prepare(shapes[:1] if executor.emulated else shapes)
@@ -217,7 +220,7 @@ class RngdEngine:
         Raises:
             Cancelled: the attempt was withdrawn.
             LocalProtocolError: the tokens or `start` do not fit the plan or the model.
-            Unquiet: the card failed, so that it is not known to write no more.
+            Unquiet: the card failed or fell silent, so that it is not known to write no more.
         """
         program = self._program
         if program is None:
@@ -226,10 +229,12 @@ class RngdEngine:
         self._check_tokens(tokens)
         try:
             self._run(program, tokens, sink, start)
+        except Unquiet:
+            raise
         except BaseException as exc:
             try:
                 self._executor.wait()
-            except DeviceError as broken:
+            except HeadraceError as broken:
                 raise Unquiet(f"copies into the slot may be in flight: {broken}") from exc
             raise
 
@@ -243,8 +248,8 @@ class RngdEngine:
 
     def close(self) -> None:
         if self._program is not None:
-            self._program = None
             self._executor.close()
+            self._program = None
 
     def _run(
         self, program: LayerProgram, tokens: Sequence[int], sink: PrefillSink, start: int
@@ -264,6 +269,7 @@ class RngdEngine:
         logits = program.logits(row)
         ready_ns = time.monotonic_ns()
         emitter.finish()
+        self._executor.wait()  # for nothing, but it lets go of what copies referred to
         sink.final(as_bytes(logits), ready_ns=ready_ns)
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:

@@ -7,10 +7,11 @@ in which they were asked for, and only by the one thread that drives the runtime
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import Final, assert_never
 
 import torch
 
@@ -18,7 +19,11 @@ from headrace.backends.base import PrefillSink, SpanWriter
 from headrace.backends.groups import Group, LayerGroups, cut
 from headrace.engine.rngd.executor import Ticket
 from headrace.engine.tensors import over_region
+from headrace.errors import Unquiet
 from headrace.ids import Span
+
+LONGEST_WAIT_S: Final = 300.0
+"""For one copy, with all that was queued before it: a card that is silent for longer is broken."""
 
 Read = Callable[[int, int, int, int, torch.Tensor], Ticket]
 """Layer, part, first and last position, and where the rows go: `LayerProgram.read`."""
@@ -31,7 +36,7 @@ class _Announced:
     writer: SpanWriter
     tickets: list[Ticket] = field(default_factory=list)
 
-    def lies_there(self) -> bool:
+    def done(self) -> bool:
         while self.tickets:
             if not self.tickets[-1].done():
                 return False
@@ -92,18 +97,25 @@ class Emitter:
         if self._sink.options.route == "whole":
             self._emit(self._start, self._sink.plan.num_tokens)
         while self._waiting:
-            self._sink.check()
+            self.wait_for(self._waiting[0])
             self.poll()
 
     def wait_for(self, ticket: Ticket) -> None:
-        """Until it is done, hear a cancel and announce what lies in the slot."""
+        """Until it is done, hear a cancel and announce what lies in the slot.
+
+        Raises:
+            Unquiet: a card did not get there in LONGEST_WAIT_S.
+        """
+        until = time.monotonic() + LONGEST_WAIT_S
         while not ticket.done():
             self._sink.check()
             self.poll()
+            if time.monotonic() > until:
+                raise Unquiet(f"a copy from the card did not end in {LONGEST_WAIT_S:.0f} s")
 
     def poll(self) -> None:
         """Announce what lies in the slot by now."""
-        while self._waiting and self._waiting[0].lies_there():
+        while self._waiting and self._waiting[0].done():
             self._waiting.popleft().writer.commit()
 
     def _emit(self, first: int, last: int) -> None:

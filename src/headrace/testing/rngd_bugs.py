@@ -69,7 +69,7 @@ what_is_queued_is_bounded: kernels are not bounded
 [CardExecutor.wait]
 a_cancel_leaves_the_slot_quiet: copies are not drained
     self._copies.drain() => pass
-[CardExecutor._check]
+[CardExecutor._check_thread]
 another_thread_is_refused: any thread may use a card
     if threading.get_ident() != self._thread: => if False:
 [card.shard_axes]
@@ -98,8 +98,7 @@ cells_are_told_when_they_are_there: rows of a whole tensor are never picked
     if self.host is not self.target: => if False:
 [CompiledKernels._compile]
 a_failed_compilation_is_not_remembered: the vendor's cache is kept
-    with vendor.config.cache_context(str(own)): =>
-        with vendor.config.cache_context(str(self._directory)):
+    vendor.config.cache_context(str(own)), => vendor.config.cache_context(str(self._directory)),
 [CompiledKernels._read]
 kernels_are_compiled_once: a changed file is taken
     and hashlib.sha256(body).digest() == digest => and digest
@@ -109,12 +108,9 @@ kernels_are_compiled_once: kernels of other shapes have the same file
 [CompiledKernels._made]
 kernels_are_compiled_once: what was compiled is not written
     _write(path, made) => pass
-[compiled._write]
-kernels_are_compiled_once: parts of files are left
-    os.replace(part, path) => path.write_bytes(part.read_bytes())
 [Emitter.poll]
 cells_are_told_when_they_are_there: what is read is announced at once
-    while self._waiting and self._waiting[0].lies_there(): => while self._waiting:
+    while self._waiting and self._waiting[0].done(): => while self._waiting:
 [Emitter.finish]
 cells_are_told_when_they_are_there: what is left at the end is not announced
     while self._waiting: => while False:
@@ -123,7 +119,7 @@ cells_are_told_when_they_are_there: cells of the next position are read
     cells.start, cells.stop, target => cells.start + 1, cells.stop + 1, target
 cells_are_told_when_they_are_there: only the last read is waited for
     filling.tickets.append( => filling.tickets.clear(); filling.tickets.append(
-[_Announced.lies_there]
+[_Announced.done]
 cells_are_told_when_they_are_there: the first of all reads stands for the others
     if not self.tickets[-1].done(): => if not self.tickets[0].done():
 [RngdEngine.prefill_stream]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import random
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from headrace.backends import rngd
@@ -284,7 +286,7 @@ def test_nothing_is_in_flight_when_it_returns_or_raises(directory: Path) -> None
     engine = make(directory, late)
     (executor,) = executors
     calls = prefill(engine, prompt(20), "streamed").num_calls
-    assert executor.waited == 0, "a device is waited for only where it must be"
+    assert executor.waited == 1, "a device is waited for only when all is done"
     for at in range(calls):
         plan = compile_plan(decoder_like(engine.manifest()), "token_major", 20, CONTEXT)
         sink = MemorySink(plan, ask(20, "streamed"), cancel_at=at)
@@ -340,3 +342,28 @@ def test_options_are_those_that_are_documented() -> None:
     """Each is named in the docstring."""
     for field in msgspec.structs.fields(Options):
         assert field.name == "dtype" or f"{field.name}:" in (Options.__doc__ or ""), field.name
+
+
+def without(directory: Path, name: str, target: Path, **config: Any) -> Path:
+    """A copy of a checkpoint that lacks a tensor."""
+    target.mkdir()
+    told = json.loads((directory / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**told, **config}))
+    tensors = load_file(directory / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+def test_a_lost_head_is_not_taken_for_a_tied_one(directory: Path, tmp_path: Path) -> None:
+    lost = without(directory, "lm_head.weight", tmp_path / "lost", tie_word_embeddings=False)
+    with pytest.raises(Refused, match=r"has no tensor 'lm_head\.weight'"):
+        make(lost)
+    tied = without(directory, "lm_head.weight", tmp_path / "tied", tie_word_embeddings=True)
+    assert prefill(make(tied), prompt(3)).ended
+
+
+def test_what_a_checkpoint_lacks_is_told_when_it_is_opened(directory: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(Refused, match=f"has no tensor '{name}'"):
+        make(without(directory, name, tmp_path / "lost"))

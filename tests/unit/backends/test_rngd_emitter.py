@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.backends import rngd_emitter
 from headrace.backends.null import decoder_like
 from headrace.backends.rngd_emitter import Emitter
 from headrace.engine.rngd.executor import Ticket
 from headrace.engine.tensors import as_bytes
-from headrace.errors import Cancelled, DeviceError
+from headrace.errors import Cancelled, DeviceError, Unquiet
 from headrace.geometry import Full, Kind, Layer, Manifest, Part, Sliding
 from headrace.messages import Prefill, Route
 from headrace.plan import Plan, compile_plan
@@ -187,6 +188,18 @@ def test_a_read_that_is_never_done_is_never_announced_and_a_cancel_ends_the_wait
         engine.run([(0, 12)])
     assert sink.commits == []
     assert sink.num_calls == calls_at_most + 1
+
+
+@pytest.mark.parametrize("route", ["whole", "chunked", "streamed"])
+def test_a_card_that_falls_silent_is_not_waited_for_for_ever(
+    route: Route, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rngd_emitter, "LONGEST_WAIT_S", 0.05)
+    sink = MemorySink(plan_of(12), ask(12, route, group_layers=2))
+    engine = Engine(sink, LateReads(None, random.Random(0)))
+    with pytest.raises(Unquiet, match="a copy from the card did not end in 0 s"):
+        engine.run([(0, 12)])
+    assert sink.commits == []
 
 
 def test_what_is_done_waits_for_what_was_asked_before_it() -> None:

@@ -34,12 +34,6 @@ class Chunk:
     def length(self) -> int:
         return self.stop - self.start
 
-    def window_first(self, window: int) -> int:
-        """The first position that attention with this window looks at; it looks at
-        `window_size(window)` of them.
-        """
-        return max(0, self.stop - self.window_size(window))
-
     def window_size(self, window: int) -> int:
         """The positions that attention with this window looks at.
 
@@ -114,4 +108,6 @@ def choose(
             f"{f', in multiples of {unit}' if unit > 1 else ''}; add a bucket of such a size",
             field="buckets",
         )
-    return Buckets(tuple(fitting), max_positions)
+    # No prompt needs more than the first bucket that holds the longest one.
+    needed = sum(size < max_positions for size in fitting) + 1
+    return Buckets(tuple(fitting[:needed]), max_positions)

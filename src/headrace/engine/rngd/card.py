@@ -34,6 +34,10 @@ MAX_IN_FLIGHT: Final = 10
 """Pieces of work queued on one stream and not known to be done. Each is up to three operations for
 the vendor (a wait, the work, an event), who takes 32 on a stream."""
 
+_LEFT: Final[list[tuple[_Queue, _Queue]]] = []
+"""What a card that failed may still use: kept for as long as the process lives, which may try the
+card again."""
+
 
 class CardExecutor:
     """Implements `Executor` on one device of `chips` chips."""
@@ -116,9 +120,10 @@ class CardExecutor:
 
     def wait(self) -> None:
         """See `Executor`; also what queued work referred to is let go."""
-        if self._closed:
-            return
-        self._check()
+        self._check_thread()
+        if self._closed and self._broken is None:
+            return  # it waited when it was closed
+        self._check_broken()
         with self._vendor():
             self._compute.drain()
             self._copies.drain()
@@ -127,6 +132,8 @@ class CardExecutor:
         return {**self._counts, **self._cache.statistics()}
 
     def close(self) -> None:
+        """Wait for all that is queued and give the card back; raises DeviceError if it failed."""
+        self._check_thread()
         if self._closed:
             return
         try:
@@ -136,6 +143,8 @@ class CardExecutor:
                     self._torch.set_stream(self._before)
         finally:
             self._closed = True
+            if self._broken is not None:
+                _LEFT.append((self._compute, self._copies))
 
     def run(self, loaded: Any, arguments: Sequence[Any]) -> Sequence[Any]:
         """Queue a kernel; its results are there for what is queued after it."""
@@ -160,10 +169,16 @@ class CardExecutor:
         )
 
     def _check(self) -> None:
-        if threading.get_ident() != self._thread:
-            raise LocalProtocolError("a card is used by the thread that opened it")
+        self._check_thread()
         if self._closed:
             raise Closed(f"{self._where} was closed")
+        self._check_broken()
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise LocalProtocolError("a card is used by the thread that opened it")
+
+    def _check_broken(self) -> None:
         if self._broken is not None:
             raise DeviceError(f"{self._where} failed before: {self._broken}")
 

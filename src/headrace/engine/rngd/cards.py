@@ -6,11 +6,14 @@ Its methods were read from the installed library; none was ever called on a card
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
+from headrace.engine.rngd.faults import raised_as
 from headrace.engine.rngd.sdk import VENDOR
-from headrace.errors import BackendUnavailable
+from headrace.errors import BackendUnavailable, HeadraceError
 
+_LISTED: Final = "furiosa_smi.list_devices()"
 _PLAIN: Final = (
     "device_name",
     "product_name",
@@ -24,21 +27,23 @@ _PLAIN: Final = (
 
 
 def card_of(smi: Any, index: int) -> Any:
-    """The library's object for card `index`, in the order in which it lists them.
+    """The library's object for card `index`, which it calls npu<index>; it need not list all.
 
     Raises:
-        BackendUnavailable: no_device: there are not so many.
+        BackendUnavailable: no_device: it is not listed. driver_missing: the library cannot say.
     """
-    cards = smi.list_devices()
-    if index >= len(cards):
+    wanted = f"npu{index}"
+    with raised_as(partial(_silent, _LISTED)):
+        found = {str(card.device_name()): card for card in smi.list_devices()}
+    if wanted not in found:
         raise BackendUnavailable(
             VENDOR,
             "no_device",
-            "furiosa_smi.list_devices()",
-            f"it lists {len(cards)} cards, and number {index} was asked for",
-            "Give the number of a card that is there, counted from 0",
+            _LISTED,
+            f"it lists {', '.join(found) or 'none'}, and {wanted} was asked for",
+            "Choose a device that is there",
         )
-    return cards[index]
+    return found[wanted]
 
 
 def describe(smi: Any, index: int) -> dict[str, Any]:
@@ -65,8 +70,9 @@ def describe(smi: Any, index: int) -> dict[str, Any]:
     facts: dict[str, Any] = {"index": index}
     for name, ask in told.items():
         try:
-            value = ask()
-        except Exception:  # a card that does not say is no failure of the one who asks
+            with raised_as(HeadraceError):
+                value = ask()
+        except HeadraceError:  # a card that does not say is no failure of the one who asks
             continue
         if value is not None:
             facts[name] = value if isinstance(value, int | float | str | bool) else str(value)
@@ -79,7 +85,9 @@ def busy_cores(smi: Any, index: int) -> list[str]:
     Raises:
         BackendUnavailable: as `card_of`.
     """
-    status: Mapping[Any, Any] = card_of(smi, index).core_status()
+    card = card_of(smi, index)
+    with raised_as(partial(_silent, "core_status()")):
+        status: Mapping[Any, Any] = card.core_status()
     return [str(core) for core, held in status.items() if str(held).endswith("Occupied")]
 
 
@@ -90,6 +98,11 @@ def _address(bdf: Any) -> str:
 
 def _version(told: Any) -> str:
     return f"{told.major()}.{told.minor()}.{told.patch()}"
+
+
+def _silent(probe: str, told: str) -> BackendUnavailable:
+    hint = "See that the vendor's driver runs"
+    return BackendUnavailable(VENDOR, "driver_missing", probe, told, hint)
 
 
 def _nothing() -> None:

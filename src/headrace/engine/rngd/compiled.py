@@ -16,23 +16,29 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from headrace.engine.models import cache_root
+from headrace.engine.rngd.faults import raised_as
 from headrace.engine.rngd.labels import is_mixed, labelled
 from headrace.engine.rngd.sdk import VENDOR, Sdk
 from headrace.engine.rngd.signature import Signature, Tensor, changed, read_signature
-from headrace.errors import BackendUnavailable
+from headrace.errors import BackendUnavailable, Refused
 
 FORMAT: Final = b"headrace rngd 1\n"
 _DIGEST_NBYTES: Final = hashlib.sha256().digest_size
 _LENGTH_NBYTES: Final = 8
+SIGN_EVERY_S: Final = 30.0
+"""Between two words while the compiler is at work."""
+
 _NO_FILE: Final = "No such file or directory"
 """What the vendor's compiler says where it finds no cross compiler."""
 
@@ -63,12 +69,18 @@ class CompiledKernels:
         signature = read_signature(kernel.dsl)
         path = self._path(kernel, signature, fusion)
         found = self._read(path)
-        if found is None:
-            found = self._made(kernel, signature, path, chips)
-        else:
-            self._num_found += 1
-        inner = self._sdk.torch.ir.Runnable.deserialize(found)
-        _check(inner, signature, fusion, chips)
+        if found is not None:
+            try:
+                inner = self._opened(found, signature, fusion, chips)
+            except BackendUnavailable as exc:
+                self._num_broken += 1
+                self._told(f"{path} cannot be used, so it is made again: {exc.detail}")
+                self._remove(path)
+            else:
+                self._num_found += 1
+                return self._sdk.torch.Runnable(inner), signature
+        made = self._made(kernel, signature, path, chips)
+        inner = self._opened(made, signature, fusion, chips)
         return self._sdk.torch.Runnable(inner), signature
 
     def statistics(self) -> Mapping[str, int]:
@@ -79,6 +91,13 @@ class CompiledKernels:
             "kernels_broken": self._num_broken,
         }
 
+    def _opened(self, body: bytes, signature: Signature, fusion: int, chips: int) -> Any:
+        """The program of these bytes, which takes and gives what the kernel's text says."""
+        with raised_as(partial(changed, signature.name)):
+            inner = self._sdk.torch.ir.Runnable.deserialize(body)
+            _check(inner, signature, fusion, chips)
+        return inner
+
     def _path(self, kernel: Any, signature: Signature, fusion: int) -> Path:
         text = hashlib.sha256(kernel.dsl.encode()).hexdigest()
         known = [self._sdk.name, sorted(self._sdk.versions.items()), fusion, text]
@@ -87,8 +106,7 @@ class CompiledKernels:
 
     def _made(self, kernel: Any, signature: Signature, path: Path, chips: int) -> bytes:
         """Compile, unless another process did so meanwhile."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with self._alone(path, signature):
+        with self._on_disk(), self._alone(path, signature):
             found = self._read(path)
             if found is not None:
                 self._num_found += 1
@@ -98,8 +116,27 @@ class CompiledKernels:
                 self._told(f"{path} is not as it was written; compiling {signature.name} again")
             with _scratch(path.with_suffix(".compiler")) as own:
                 made = self._compile(kernel, signature, chips, own)
-            _write(path, made)
+            try:
+                _write(path, made)
+            except OSError as exc:  # it took minutes: go on with it all the same
+                self._told(f"{signature.name} is not kept: {exc.strerror}")
             return made
+
+    def _remove(self, path: Path) -> None:
+        with self._on_disk():
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _on_disk(self) -> Iterator[None]:
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            yield
+        except OSError as exc:
+            raise Refused(
+                f"compiled kernels cannot be kept in {self._directory}: {exc.strerror}; name "
+                "another directory as compile_cache, or in HEADRACE_CACHE",
+                field="compile_cache",
+            ) from exc
 
     @contextmanager
     def _alone(self, path: Path, signature: Signature) -> Iterator[None]:
@@ -116,14 +153,15 @@ class CompiledKernels:
         """own: an empty directory, for the vendor's cache."""
         self._num_compiled += 1
         label = f"{signature.name} {_shapes(signature)}"
-        self._told(f"compiling {label}, number {self._num_compiled} of this process")
+        ahead = "" if self._num_compiled > 1 else "; headrace rngd compile does this ahead"
+        self._told(f"compiling {label}, number {self._num_compiled} of this process{ahead}")
         began = time.monotonic()
         vendor = self._sdk.torch
         try:
             mixed = is_mixed(kernel.dsl)
             examples = tuple(self._example(each, chips, mixed) for each in signature.arguments)
             module = vendor.TclModule(labelled(kernel.dsl) if mixed else kernel)
-            with vendor.config.cache_context(str(own)):
+            with vendor.config.cache_context(str(own)), _sign_of_life(label, self._told):
                 compiled = vendor.CompileModule.from_module(
                     module, examples, task_name=signature.name
                 )
@@ -158,10 +196,10 @@ class CompiledKernels:
 
     def _read(self, path: Path) -> bytes | None:
         """What a file holds; None if there is none, or it is not as it was written."""
-        try:
-            whole = path.read_bytes()
-        except FileNotFoundError:
+        if not path.exists():
             return None
+        with self._on_disk():
+            whole = path.read_bytes()
         head = len(FORMAT) + _DIGEST_NBYTES + _LENGTH_NBYTES
         digest = whole[len(FORMAT) : head - _LENGTH_NBYTES]
         length = int.from_bytes(whole[head - _LENGTH_NBYTES : head], "little")
@@ -181,15 +219,36 @@ def _scratch(own: Path) -> Iterator[Path]:
         shutil.rmtree(own, ignore_errors=True)
 
 
+@contextmanager
+def _sign_of_life(label: str, told: Callable[[str], None]) -> Iterator[None]:
+    """Say every half minute that the compiler is still at it, from a thread that does only this."""
+    over, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not over.wait(SIGN_EVERY_S):
+            told(f"still compiling {label}, for {time.monotonic() - began:.0f} s")
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+
+
 def _write(path: Path, body: bytes) -> None:
     """In one step: who reads meanwhile, or after this was interrupted, finds all of it or none."""
     digest, length = hashlib.sha256(body).digest(), len(body).to_bytes(_LENGTH_NBYTES, "little")
     part = path.with_suffix(".part")
-    with open(part, "wb") as file:
-        file.write(FORMAT + digest + length + body)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        with open(part, "wb") as file:
+            file.write(FORMAT + digest + length + body)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _check(inner: Any, signature: Signature, fusion: int, chips: int) -> None:
@@ -217,7 +276,7 @@ def _failed(signature: Signature, exc: Exception) -> BackendUnavailable:
     """The vendor's text is its graph, then a line that says what is wrong, then places in it."""
     text = str(exc).strip() or type(exc).__name__
     lines = [line.strip() for line in text.rpartition(_TOLD_AFTER)[2].splitlines()]
-    said = next(line for line in lines if line)[:_TOLD_LENGTH]
+    said = next((line for line in lines if line), type(exc).__name__)[:_TOLD_LENGTH]
     probe = f"compiling {signature.name}"
     if _NO_FILE in text:
         hint = "Install the cross compiler (Debian and Ubuntu: apt install gcc-aarch64-linux-gnu)"

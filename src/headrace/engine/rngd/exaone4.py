@@ -96,7 +96,7 @@ FAMILY: Final = Family(
         FULL: f"{_PREFIX}full_attention",
     },
     weights=with_scales(WEIGHTS, "weight_scale_inv"),
-    optional={"lm_head.weight": "model.embed_tokens.weight"},
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
     ropes={"rope_table": rope},
     check=check,
     geometry=geometry,

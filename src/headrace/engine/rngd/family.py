@@ -67,8 +67,9 @@ class Family:
     first, last: names of kernels. mid: by the kinds of the layer that it ends and of the one that
     it begins. attention: by kind. attention_options: further arguments of its factory, by kind.
     weights: argument name -> name of a tensor of the checkpoint, where {layer} stands for the layer
-    whose K/V the kernel makes and {ended} for the one that it ends. optional: those that a
-    checkpoint may lack, by the tensor that stands in.
+    whose K/V the kernel makes and {ended} for the one that it ends. tied: those that a
+    checkpoint with tied embeddings may lack, by the tensor that stands in. ties: whether a config
+    that does not say means so.
     ropes: argument name -> from a config, how the table is made.
     text: the part of a config that describes the text decoder.
     check: raises Refused for what of a config the kernels cannot do.
@@ -99,7 +100,8 @@ class Family:
     overrides: Callable[[Config, int], Mapping[str, Any]]
     text: Callable[[Config], Config] = lambda config: config
     attention_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    optional: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+    ties: bool = False
     embed: Callable[[Config, TensorsByName, torch.Tensor], torch.Tensor] | None = None
     quantised: bool = False
     only_emulated: bool = False

@@ -15,7 +15,8 @@ FUSIONS = (1, 2, 4, 8, 16, 32)
 """How many PEs can be one device; a chip has eight."""
 
 
-PACKAGES = ("furiosa-torch", "furiosa-kernels", "furiosa-smi", "torch")
+PACKAGES = ("furiosa-torch", "furiosa-kernels", "furiosa-smi", "furiosa-tcc", "torch")
+"""Whose versions decide what is computed; furiosa-tcc is the compiler."""
 
 
 def open_sdk() -> Sdk:

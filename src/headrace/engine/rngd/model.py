@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -27,6 +27,13 @@ class Model(NamedTuple):
     @property
     def max_positions(self) -> int:
         return self.buckets.max_positions
+
+    @property
+    def stand_ins(self) -> Mapping[str, str]:
+        """By the name of a tensor that the checkpoint may lack, the one that is used for it."""
+        said = self.config.get("tie_word_embeddings")
+        told = self.family.text(self.config).get("tie_word_embeddings", said)
+        return self.family.tied if (self.family.ties if told is None else told) else {}
 
     def check_for_card(self) -> None:
         """Refuse a model whose kernels were never seen to compile for a card.
@@ -60,8 +67,8 @@ def read_model(
     config = geometry.read_config(directory)
     family = geometry.family_of(config)
     longest = geometry.longest(family, config)
-    positions = max_positions or min(longest, MAX_POSITIONS)
-    if positions > longest:
+    positions = min(longest, MAX_POSITIONS) if max_positions is None else max_positions
+    if not 1 <= positions <= longest:
         raise Refused(
             f"max_positions is {positions}, the model was made for {longest}",
             field="max_positions",

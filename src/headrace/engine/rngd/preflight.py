@@ -9,8 +9,11 @@ is known, and becomes the same typed error as one that failed.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import math
 import os
+import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,6 +27,7 @@ from msgspec import Struct
 
 from headrace.engine.rngd.probes import (
     FAMILIES,
+    HEADRACE,
     PES_PER_CARD,
     SETUP,
     Asked,
@@ -32,10 +36,19 @@ from headrace.engine.rngd.probes import (
 )
 from headrace.engine.rngd.sdk import VENDOR
 from headrace.errors import BackendUnavailable, HeadraceError
+from headrace.version import VERSION
 
 MODULE: Final = "headrace.engine.rngd.preflight"
 TIMEOUT_S: Final = 60.0
 KILL_WAIT_S: Final = 5.0
+VERSION_TIMEOUT_S: Final = 20.0
+
+PARENT_PID_VARIABLE: Final = "HEADRACE_PARENT_PID"
+"""As `headrace.process` has it, which lies above this."""
+
+ORPHAN_STATUS: Final = 75
+_PR_SET_PDEATHSIG: Final = 1
+_TELL_VERSION: Final = "from headrace.version import VERSION; print(VERSION)"
 
 _NO_HEADRACE = (
     "Give an environment that has headrace and msgspec (headrace rngd setup makes one), and leave "
@@ -83,7 +96,33 @@ def check(
             ) from exc
         told = list(_told_in(_all(out)))
         said = _last_line(_all(err))
-    return _judged(interpreter, told, status, said, timeout_s)
+    return _judged(interpreter, asked, told, status, said, timeout_s)
+
+
+def check_version(interpreter: str) -> None:
+    """Refuse an interpreter whose headrace is of another version; quick, and loads no vendor.
+
+    One that does not run, or has no headrace, is not told here: who starts it finds that.
+
+    Raises:
+        BackendUnavailable: api_missing.
+    """
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            [interpreter, "-c", _TELL_VERSION],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+            timeout=VERSION_TIMEOUT_S,
+            check=True,
+        )
+        _check_version(_last_line(done.stdout))
+
+
+def _check_version(found: str) -> None:
+    if found != VERSION:
+        text = f"the source's headrace is {found}, and this one is {VERSION}"
+        raise BackendUnavailable(VENDOR, "api_missing", HEADRACE, text, SETUP)
 
 
 def _flags(asked: Asked) -> list[str]:
@@ -101,22 +140,29 @@ def _run(command: Sequence[str], out: IO[bytes], err: IO[bytes], timeout_s: floa
     """The child's exit status, or None if it was ended after `timeout_s` seconds.
 
     It writes into files: a pipe would be held open by whatever a library starts in the background.
+    That is in the child's session, and is ended with it.
     """
+    own = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", PARENT_PID_VARIABLE: str(os.getpid())}
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=err,
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        env={**os.environ, **own},
+        start_new_session=True,
     )
+    pidfd = os.pidfd_open(child.pid)
     try:
-        return child.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return None
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        ended = bool(poll.poll(timeout_s * 1000))
     finally:
-        child.kill()
+        os.close(pidfd)
+        with suppress(ProcessLookupError):  # not reaped yet, so that the number is still its own
+            os.killpg(child.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # one that hangs in a driver cannot be ended
             child.wait(KILL_WAIT_S)
+    return child.returncode if ended else None
 
 
 def _all(file: IO[bytes]) -> bytes:
@@ -138,13 +184,21 @@ def _told_in(said: bytes) -> Iterator[Told]:
 
 
 def _judged(
-    interpreter: str, told: list[Told], status: int | None, said: str, timeout_s: float
+    interpreter: str,
+    asked: Asked,
+    told: list[Told],
+    status: int | None,
+    said: str,
+    timeout_s: float,
 ) -> list[Told]:
+    """All went well only if each probe that was asked for says so: a status says little."""
     ended = [each for each in told if each.state != "begins"]
     for each in ended:
+        if each.probe == HEADRACE and each.state == "ok":
+            _check_version(each.detail)
         if each.state == "failed":
             raise BackendUnavailable(VENDOR, each.stage, each.probe, each.detail, each.hint)
-    if status == 0:
+    if status == 0 and [each.probe for each in ended] == [each.name for each in probes(asked)]:
         return ended
     how = _how(status, timeout_s) + (f", after: {said}" if said else "")
     if not told:
@@ -152,7 +206,8 @@ def _judged(
             VENDOR, "sdk_missing", f"{interpreter} -m {MODULE}", how, _NO_HEADRACE
         )
     last = told[-1]
-    hint = f"See all that `{interpreter} -m {MODULE}` says"
+    command = shlex.join([interpreter, "-m", MODULE, *_flags(asked)])
+    hint = f"See all that `{command}` says"
     raise BackendUnavailable(VENDOR, last.stage, last.probe, how, hint)
 
 
@@ -187,6 +242,7 @@ def tell(asked: Asked) -> Iterator[Told]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Make the probes and print how each went; exits 0 if all went well, else 1."""
+    _end_with_starter()
     parser = argparse.ArgumentParser(prog=MODULE)
     parser.add_argument("--json", action="store_true")
     for flag in ("--emulate", "--compile", "--share"):
@@ -209,6 +265,23 @@ def main(arguments: list[str] | None = None) -> int:
             f"\n{line}" if parsed.json else line, flush=True
         )  # a banner may have left a line open
     return 1 if failed else 0
+
+
+def _end_with_starter() -> None:
+    """Have the kernel end this process when the one that started it dies; none is named by hand.
+
+    A script that stands between the two is tied to in its place.
+    """
+    starter = os.environ.get(PARENT_PID_VARIABLE, "")
+    if not starter.isdecimal():
+        return
+    libc = ctypes.CDLL(None)
+    libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    try:
+        os.kill(int(starter), 0)
+    except ProcessLookupError:  # it died before the kernel was asked
+        sys.exit(ORPHAN_STATUS)
 
 
 def _shown(told: Told) -> str:

@@ -20,16 +20,37 @@ from typing import Any, Final, Literal
 from headrace.engine.rngd import furiosa
 from headrace.engine.rngd.sdk import SDK_VERSION, TORCH_VERSION, VENDOR
 from headrace.errors import BackendUnavailable
+from headrace.version import VERSION
 
 FAMILIES: Final = ("llama", "qwen3", "exaone4", "gemma4")
 PES_PER_CARD: Final = 8
 COMPILER: Final = "aarch64-linux-gnu-gcc"
+HEADRACE: Final = "headrace"
+"""The probe that tells of which version the headrace beside the vendor's packages is."""
 
-SETUP: Final = "Run: headrace rngd setup, and leave --source-python out"
+SETUP: Final = (
+    "Run: headrace rngd setup, and leave out --source-python, --python and HEADRACE_RNGD_PYTHON"
+)
 _DRIVER = (
     "Install the vendor's driver and firmware as its page on prerequisites says, or ask for "
     "emulation"
 )
+FAMILY_OF: Final[Mapping[str, str]] = {
+    "llama": "llama",
+    "qwen3": "qwen3",
+    "exaone4": "exaone4",
+    "gemma4": "gemma4",
+}
+"""By a checkpoint's model_type, where its kernels are: `geometry` needs torch to say it."""
+
+_PACKAGES: Final[Mapping[str, str | None]] = {
+    "furiosa-torch": "furiosa.torch",
+    "furiosa-kernels": "furiosa.kernels",
+    "furiosa-smi": "furiosa_smi",
+    "furiosa-tcc": None,
+}
+"""By package, a module of it; the compiler has none."""
+
 _CALLS: Final[Mapping[str, tuple[str, ...]]] = {
     "emulate": ("TclModule",),
     "card": (
@@ -106,6 +127,7 @@ class Probe:
 def probes(asked: Asked) -> list[Probe]:
     """What is looked at, in this order."""
     sdk = [
+        Probe("numpy", "sdk_missing", SETUP, _numpy),
         Probe("torch", "sdk_missing", SETUP, _torch),
         Probe("import furiosa.torch", "sdk_missing", SETUP, _torch_furiosa),
         Probe("calls of furiosa.torch", "api_missing", SETUP, _calls),
@@ -115,6 +137,7 @@ def probes(asked: Asked) -> list[Probe]:
         ),
     ]
     packages = [
+        Probe(HEADRACE, "sdk_missing", SETUP, lambda asked: VERSION),
         Probe("packages", "sdk_missing", SETUP, _packages),
         Probe("import furiosa_smi", "sdk_missing", SETUP, _smi),
     ]
@@ -136,24 +159,28 @@ def _failed(stage: Stage, probe: str, detail: str, hint: str) -> BackendUnavaila
 
 def _packages(asked: Asked) -> str:
     """Look for the packages without importing any."""
-    wanted = {
-        "furiosa-torch": "furiosa.torch",
-        "furiosa-kernels": "furiosa.kernels",
-        "furiosa-smi": "furiosa_smi",
-    }
-    missing = [package for package, module in wanted.items() if not _is_there(module)]
+    found = {package: _version(package) for package in _PACKAGES}
+    missing = [
+        package
+        for package, module in _PACKAGES.items()
+        if (found[package] is None if module is None else not _is_there(module))
+    ]
     if missing:
-        found = f"{' and '.join(missing)} not installed in {sys.prefix}"
-        raise _failed("sdk_missing", "packages", found, SETUP)
-    for package in wanted:
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            found = "of no known version"
-        if found != SDK_VERSION:
-            text = f"{package} is {found}, and headrace was written for {SDK_VERSION}"
+        text = f"{' and '.join(missing)} not installed in {sys.prefix}"
+        raise _failed("sdk_missing", "packages", text, SETUP)
+    for package, told in found.items():
+        if told != SDK_VERSION:
+            told = told or "of no known version"
+            text = f"{package} is {told}, and headrace was written for {SDK_VERSION}"
             raise _failed("api_missing", "packages", text, SETUP)
-    return f"{', '.join(wanted)} {SDK_VERSION}"
+    return f"{', '.join(found)} {SDK_VERSION}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _is_there(module: str) -> bool:
@@ -161,6 +188,11 @@ def _is_there(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # its parent is not
         return False
+
+
+def _numpy(asked: Asked) -> str:
+    """The vendor's torch can be loaded without it, and then fails in the middle of its work."""
+    return str(import_module("numpy").__version__)
 
 
 def _torch(asked: Asked) -> str:
@@ -259,6 +291,15 @@ def _cores(asked: Asked) -> str:
 
 
 def _toolchain(asked: Asked) -> str:
+    return find_toolchain()
+
+
+def find_toolchain() -> str:
+    """The compiler that kernels for a card are compiled with.
+
+    Raises:
+        BackendUnavailable: toolchain_missing: it is not on PATH.
+    """
     found = shutil.which(COMPILER)
     if found is None:
         hint = "Install it (Debian and Ubuntu: apt install gcc-aarch64-linux-gnu)"

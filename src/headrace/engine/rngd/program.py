@@ -50,10 +50,16 @@ class LayerProgram:
         self._weights = weights
         self._placed: dict[tuple[str, tuple[int, ...]], Any] = {}
         self._caches: dict[tuple[int, int], tuple[Tensor, Any]] = {}
+        self._head: torch.Tensor | None = None
         self.stage_ns: dict[str, int] = dict.fromkeys(STAGES, 0)
 
     def prepare(self, shapes: Sequence[Chunk]) -> None:
-        """Load kernels for chunks of these shapes, the weights that they take, and the caches."""
+        """Load kernels for chunks of these shapes, the caches, and all weights.
+
+        Raises:
+            Refused: the checkpoint's weights are not what its config says.
+            BackendUnavailable: a kernel is not as expected, or cannot be compiled.
+        """
         for shape in shapes:
             for layer, program in self.kernels.of_chunk(shape):
                 for tensor in program.signature.arguments:
@@ -61,6 +67,9 @@ class LayerProgram:
                         self._cache(layer, tensor)
                     elif tensor.name in self._family.ropes or tensor.name in self._family.weights:
                         self._weight(layer, tensor)
+        self._take_head()
+        if self._family.embed is not None:
+            self._family.embed(self._config, self._weights, torch.zeros(1, dtype=torch.int32))
 
     def run(
         self,
@@ -111,11 +120,16 @@ class LayerProgram:
 
     def logits(self, row: torch.Tensor) -> torch.Tensor:
         """float32 [vocab_size] out of the row that `read_last` copied."""
-        if self._family.head is not None:
-            shape = number(self._config, "vocab_size"), self.last_width
-            head = self._weights.tensor(self._family.head, shape, "bfloat16")
+        head = self._take_head()
+        if head is not None:
             row = torch.nn.functional.linear(row, head)
         return row[0].to(torch.float32)
+
+    def _take_head(self) -> torch.Tensor | None:
+        if self._head is None and self._family.head is not None:
+            shape = number(self._config, "vocab_size"), self.last_width
+            self._head = self._weights.tensor(self._family.head, shape, "bfloat16")
+        return self._head
 
     def _layers(
         self, chunk: Chunk, inputs: ChunkInputs, final: Callable[[int], None], *, last: bool

@@ -62,11 +62,18 @@ class Record(Struct, frozen=True, kw_only=True):
 
 
 def write(record: Record, path: Path) -> None:
-    """Put a record in place of what was there, in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Put a record in place of what was there, in one step.
+
+    Raises:
+        Refused: it cannot be put there.
+    """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
-    part.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+        part.replace(path)
+    except OSError as exc:
+        raise Refused(f"{path} cannot be written: {exc.strerror}", field="record") from exc
 
 
 def read(path: Path) -> Record:
@@ -85,7 +92,7 @@ def read(path: Path) -> Record:
 
 def path_of(sdk: Sdk, card: Mapping[str, Any], chips: int) -> Path:
     """Where the record of a card lies: one for each card, set of packages and number of chips."""
-    known = [sdk.name, sorted(sdk.versions.items()), card.get("serial"), card.get("bdf"), chips]
+    known = [sdk.name, sorted(sdk.versions.items()), *_which(card), chips]
     digest = hashlib.sha256(msgspec.json.encode(known)).hexdigest()[:16]
     return cache_root() / "rngd" / "records" / f"{digest}.json"
 
@@ -100,14 +107,15 @@ def verified_reads(sdk: Sdk, card: Mapping[str, Any], chips: int) -> Reads:
     path = path_of(sdk, card, chips)
     if not path.is_file():
         raise _unverified(path, "there is no record for this card and these packages")
-    record = read(path)
-    same = (record.version, record.sdk, record.packages) == (
-        RECORD_VERSION,
-        sdk.name,
-        dict(sdk.versions),
-    )
-    if not same:
+    try:
+        record = read(path)
+    except Refused as exc:
+        raise _unverified(path, str(exc)) from exc
+    wanted = RECORD_VERSION, sdk.name, dict(sdk.versions)
+    if (record.version, record.sdk, record.packages) != wanted:
         raise _unverified(path, "the record was made by other packages")
+    if (_which(record.card), record.chips) != (_which(card), chips):
+        raise _unverified(path, "the record is of another card, or of other chips")
     return reads_of(record, path)
 
 
@@ -120,6 +128,11 @@ def reads_of(record: Record, path: Path) -> Reads:
             return "narrow" if way == "narrow" else "whole"
     detail = "no way of reading a cache gave the cells that the emulation gives"
     raise _unverified(path, detail)
+
+
+def _which(card: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells one card from another, and an emulation from both."""
+    return tuple(card.get(name) for name in ("serial", "bdf", "emulated"))
 
 
 def _unverified(path: Path, detail: str) -> BackendUnavailable:

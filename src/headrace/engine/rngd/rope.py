@@ -50,6 +50,11 @@ def _unscaled(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Te
     return frequencies
 
 
+def _proportional(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
+    """Of a head that turns in part; how many frequencies there are is said elsewhere."""
+    return frequencies / float(scaling.get("factor") or 1.0)
+
+
 def _linear(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     return frequencies / float(scaling["factor"])
 
@@ -68,7 +73,7 @@ def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tens
 
 _SCALINGS: Final[dict[str, Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor]]] = {
     "default": _unscaled,
-    "proportional": _unscaled,
+    "proportional": _proportional,
     "linear": _linear,
     "llama3": _llama3,
 }

@@ -8,7 +8,6 @@ refused instead of fed with the wrong tensor.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Final
@@ -210,8 +209,3 @@ def _pieces(text: str) -> list[str]:
             pieces.append(text[begin:at].strip())
             begin = at + 1
     return [*pieces, text[begin:].strip()]
-
-
-def num_elements(tensor: Tensor) -> int:
-    """Elements of the tensor as the model has it."""
-    return math.prod(tensor.shape)

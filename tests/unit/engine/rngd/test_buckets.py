@@ -54,7 +54,8 @@ def test_buckets_hold_what_is_needed(
         # the kernels take as many positions as tokens at the beginning, and more after it
         assert (chunk.attention == chunk.tokens) == (chunk.start == 0)
         assert chunk.attention >= chunk.tokens
-        first, size = chunk.window_first(window), chunk.window_size(window)
+        size = chunk.window_size(window)
+        first = max(0, chunk.stop - size)
         assert first <= max(0, chunk.start - window + 1)
         assert first + size >= chunk.stop
         assert size >= min(chunk.attention, chunk.tokens + window)

@@ -210,3 +210,38 @@ def test_a_card_that_cannot_be_opened_is_told(
     cache = CompiledKernels(fake.sdk(), directory=tmp_path)
     with pytest.raises(DeviceError, match=r"furiosa:0: RuntimeError: HAL error: no card$"):
         CardExecutor(fake.sdk(), 0, chips=1, reads="whole", cache=cache)
+
+
+def test_a_card_is_not_closed_by_another_thread_and_stays_as_it_was(tmp_path: Path) -> None:
+    card, _ = open_card(tmp_path, polls=4)
+    placed = card.place(ROWS, numbers(ROWS))
+    target = old(3, ROWS)
+    ticket = card.read(ROWS, placed, 2, 5, target)
+    told: list[BaseException] = []
+
+    def close() -> None:
+        try:
+            card.close()
+        except BaseException as exc:
+            told.append(exc)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert [type(exc) for exc in told] == [LocalProtocolError]
+    assert torch.equal(target, old(3, ROWS))  # nothing was waited for
+    card.wait()
+    assert ticket.done()
+    assert torch.equal(target, numbers(ROWS)[2:5])
+    card.close()
+    card.wait()  # it has waited when it was closed
+
+
+def test_a_card_that_failed_while_it_was_closed_is_never_known_to_be_quiet(tmp_path: Path) -> None:
+    card, fake = open_card(tmp_path)
+    fake.card.fail_copy = 0
+    card.read(ROWS, card.zeros(ROWS), 0, 3, old(3, ROWS))
+    with pytest.raises(DeviceError):
+        card.close()
+    with pytest.raises(DeviceError, match="failed before"):
+        card.wait()

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.engine.rngd import compiled
 from headrace.engine.rngd.compiled import FORMAT, CompiledKernels
 from headrace.engine.rngd.labels import PLACED, labelled
 from headrace.engine.rngd.signature import read_signature
-from headrace.errors import BackendUnavailable
+from headrace.errors import BackendUnavailable, Refused
 from headrace.testing.fake_furiosa import FakeFuriosa
 from headrace.testing.fake_furiosa.kernels import FakeKernel
 from headrace.testing.fake_furiosa.vendor import InnerRunnable
@@ -64,7 +68,8 @@ def test_a_kernel_is_compiled_once_for_all_processes(tmp_path: Path) -> None:
     loaded = first.load()
     assert loaded._inner.dsl == kernel_of(first.fake).dsl
     assert [line.split(" in ")[0] for line in first.said] == [
-        "compiling fake_full_attention 8x32, number 1 of this process",
+        "compiling fake_full_attention 8x32, number 1 of this process; headrace rngd compile does "
+        "this ahead",
         "compiled fake_full_attention 8x32",
     ]
     second = Opened(tmp_path / "kernels")
@@ -160,6 +165,70 @@ def test_a_file_that_is_not_as_written_is_made_again(
     assert files(tmp_path) == [path]
 
 
+def as_written(body: bytes) -> bytes:
+    return FORMAT + hashlib.sha256(body).digest() + len(body).to_bytes(8, "little") + body
+
+
+def test_a_whole_file_that_holds_no_program_is_made_again(tmp_path: Path) -> None:
+    Opened(tmp_path).load()
+    (file,) = files(tmp_path)
+    file.write_bytes(as_written(b"no program"))
+    opened = Opened(tmp_path)
+    opened.load()
+    assert opened.num_compiled == 1
+    assert opened.said[0].startswith(f"{file} cannot be used, so it is made again")
+    again = Opened(tmp_path)
+    again.load()
+    assert again.num_compiled == 0
+
+
+@pytest.mark.parametrize("place", ["a file", "a directory in the file's place"])
+def test_a_directory_that_cannot_be_used_is_told(tmp_path: Path, place: str) -> None:
+    if place == "a file":
+        directory = tmp_path / "file" / "kernels"
+        directory.parent.write_text("")
+    else:
+        directory = tmp_path
+        Opened(directory).load()
+        (file,) = files(directory)
+        file.unlink()
+        file.mkdir()
+    with pytest.raises(Refused, match="compiled kernels cannot be kept in") as told:
+        Opened(directory).load()
+    assert told.value.field == "compile_cache"
+
+
+def test_what_cannot_be_kept_is_used_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    opened = Opened(tmp_path)
+    monkeypatch.setattr(os, "fsync", full)
+    opened.load()
+    assert opened.said[-1] == "fake_full_attention is not kept: No space left on device"
+    assert list(tmp_path.glob("*.part")) == []
+    assert files(tmp_path) == []
+
+
+def test_a_long_compilation_says_that_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "SIGN_EVERY_S", 0.001)
+    heard = threading.Event()
+    opened = Opened(tmp_path, lambda text: heard.set() if "still compiling" in text else None)
+    made = opened.fake.torch.CompileModule.from_module
+
+    def slow(*arguments: Any, **more: Any) -> Any:
+        assert heard.wait(60)
+        return made(*arguments, **more)
+
+    monkeypatch.setattr(opened.fake.torch.CompileModule, "from_module", slow)
+    opened.load()
+    assert threading.active_count() == 1
+
+
 def test_what_another_process_compiles_is_waited_for(tmp_path: Path) -> None:
     Opened(tmp_path).load()
     (path,) = files(tmp_path)
@@ -202,7 +271,7 @@ def test_an_interrupted_write_counts_for_nothing(
         patched.setattr(os, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             Opened(tmp_path).load()
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".lock", ".part"]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".lock"]
     again = Opened(tmp_path)
     again.load()
     assert again.num_compiled == 1

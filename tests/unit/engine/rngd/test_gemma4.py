@@ -50,7 +50,7 @@ def text(checkpoint: Checkpoint) -> Any:
 def test_every_tensor_of_a_checkpoint_is_read(checkpoint: Checkpoint) -> None:
     there = {entry.name for entry in tensor_entries(checkpoint.kernels)}
     read = tensors_read(gemma4.FAMILY, len(KINDS))
-    stand_ins = gemma4.FAMILY.optional
+    stand_ins = gemma4.FAMILY.tied
     assert {stand_ins.get(name, name) for name in read if name not in _of_full_values()} == there
 
 
@@ -82,7 +82,7 @@ def test_frequencies_are_the_librarys(kind: str, text: Any, checkpoint: Checkpoi
 
 
 def test_rows_of_the_embedding_are_the_librarys(text: Any, checkpoint: Checkpoint) -> None:
-    weights = Weights(checkpoint.kernels, gemma4.FAMILY.optional)
+    weights = Weights(checkpoint.kernels, gemma4.FAMILY.tied)
     library = Gemma4TextScaledWordEmbedding(512, 512, 0, embed_scale=512**0.5).to(torch.bfloat16)
     library.weight.data.copy_(weights.tensor(gemma4.EMBEDDING, (512, 512), "bfloat16"))
     ids = torch.tensor([0, 511, 7, 7], dtype=torch.int32)

@@ -47,7 +47,7 @@ class Running:
             self.executor,
             family,
             config,
-            Weights(directory, family.optional),
+            Weights(directory, family.tied),
             choose(buckets, MAX_POSITIONS, WINDOW if family is HYBRID else None),
         )
 

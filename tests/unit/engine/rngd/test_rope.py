@@ -89,6 +89,10 @@ def test_turning_the_halves_of_a_head_by_the_table_is_the_librarys_rotation() ->
 
 
 def test_a_part_of_a_head_may_stay_as_it_is() -> None:
+    whole = inverse_frequencies(Rope(HEAD_DIM, 10000.0, {"rope_type": "proportional"}, rotated=4))
+    slow = {"rope_type": "proportional", "factor": 8.0}
+    parts = inverse_frequencies(Rope(HEAD_DIM, 10000.0, slow, rotated=4))
+    assert torch.equal(parts, whole / 8.0)
     made = table(Rope(HEAD_DIM, 10000.0, {"rope_type": "proportional"}, rotated=4), 32)
     still = made[:, 2:]
     assert torch.equal(still, torch.eye(2, dtype=torch.bfloat16).expand_as(still))

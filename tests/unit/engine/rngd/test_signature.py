@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engine.rngd.signature import DTYPES, Tensor, num_elements, read_signature
+from headrace.engine.rngd.signature import DTYPES, Tensor, read_signature
 from headrace.errors import BackendUnavailable
 
 
@@ -33,7 +35,7 @@ def test_the_last_definition_is_read_in_order() -> None:
         ((4, 6), "bool"),
     ]
     assert read.argument("b") is read.arguments[1]
-    assert num_elements(read.arguments[0]) == 24
+    assert math.prod(read.arguments[0].shape) == 24
 
 
 def test_a_plain_tensor_is_stored_as_it_is() -> None:
@@ -96,7 +98,7 @@ def test_any_split_has_the_elements_of_the_padded_shape(chips: int, step: int, a
     count = 1
     for size in tensor.stored:
         count *= size
-    assert count == num_elements(tensor) == 9 * chips * step
+    assert count == math.prod(tensor.shape) == 9 * chips * step
 
 
 @pytest.mark.parametrize(

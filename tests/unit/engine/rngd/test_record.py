@@ -1,0 +1,212 @@
+"""The record of a probe: how it is kept, and that it is good for what was probed alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace as other
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from headrace.engine.rngd.record import (
+    RECORD_VERSION,
+    Finding,
+    Record,
+    path_of,
+    read,
+    verified_reads,
+    write,
+)
+from headrace.engine.rngd.sdk import Sdk
+from headrace.errors import BackendUnavailable, Refused
+
+REAL = Sdk("furiosa", None, lambda family: None, None, {"furiosa-torch": "1", "torch": "2"})
+FAKE = other(REAL, name="fake furiosa")
+NEWER = other(REAL, versions={**REAL.versions, "torch": "3"})
+CARD = {"index": 0, "serial": "A1", "bdf": "0000:01:00.0"}
+
+Steps = Mapping[str, Finding]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def finding(**facts: Any) -> Finding:
+    return Finding(facts)
+
+
+def steps(reads: Any = (True, True), agrees: Any = (True, True)) -> Steps:
+    """Of narrow and whole: whether rows were read right, and whether a prefill agreed."""
+    return {
+        "reads": finding(narrow=reads[0], whole=reads[1]),
+        "prefill by narrow": finding(agrees=agrees[0]),
+        "prefill by whole": finding(agrees=agrees[1]),
+    }
+
+
+def made(findings: Steps | None = None, sdk: Sdk = REAL, **more: Any) -> Record:
+    told: dict[str, Any] = {"packages": dict(sdk.versions), "card": CARD, "chips": 1, **more}
+    given = dict(steps() if findings is None else findings)
+    return Record(sdk=sdk.name, made="now", findings=given, **told)
+
+
+def refusal(sdk: Sdk = REAL, card: Mapping[str, Any] = CARD, chips: int = 1) -> str:
+    with pytest.raises(BackendUnavailable) as told:
+        verified_reads(sdk, card, chips)
+    exc = told.value
+    assert (exc.vendor, exc.stage) == ("furiosa", "layout_unverified")
+    assert "headrace rngd probe" in exc.hint
+    assert exc.probe == str(path_of(sdk, card, chips))
+    return exc.detail
+
+
+def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "not" / "there" / "record.json"
+    record = made(
+        {"link": Finding({"GB/s": 1.5, "name": "x"}, "", 0.25), "reads": Finding(error="no")},
+        unfinished="overlap",
+    )
+    write(record, path)
+    assert read(path) == record
+    write(replace(record, unfinished=""), path)
+    assert read(path).unfinished == ""
+    assert [each.name for each in path.parent.iterdir()] == ["record.json"]
+
+
+def test_who_reads_meanwhile_finds_all_of_the_old_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place of a record is never written into: one that could not be ended changes nothing."""
+    path = tmp_path / "record.json"
+    write(made(), path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", _full)
+        with pytest.raises(Refused, match=r"record\.json cannot be written: No space left"):
+            write(made(unfinished="link"), path)
+    assert read(path) == made()
+
+
+def _full(self: Path, target: Path) -> Path:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_place_that_takes_no_record_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(Refused, match="cannot be written"):
+        write(made(), tmp_path / "file" / "record.json")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"sdk": 1}', '{"sdk": "furiosa"', "\udcff"])
+def test_what_is_no_record_is_told(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(text, errors="surrogateescape")
+    with pytest.raises(Refused, match=r"record\.json is no record of a probe"):
+        read(path)
+
+
+def test_a_record_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="cannot be read: No such file"):
+        read(tmp_path / "record.json")
+    with pytest.raises(Refused, match="cannot be read: Is a directory"):
+        read(tmp_path)
+
+
+def test_a_fact_is_one_that_its_step_found() -> None:
+    record = made({"link": finding(rate=3), "reads": Finding({"narrow": True}, "it broke")})
+    assert record.fact("link", "rate") == 3
+    assert record.fact("link", "latency") is None
+    assert record.fact("reads", "narrow") is None
+    assert record.fact("overlap", "share") is None
+
+
+@pytest.mark.parametrize(
+    ("findings", "way"),
+    [
+        (steps(), "narrow"),
+        (steps((True, False), (True, False)), "narrow"),
+        (steps(reads=(False, True)), "whole"),
+        (steps(agrees=(False, True)), "whole"),
+        ({**steps(), "prefill by narrow": Finding({"agrees": True}, "it broke")}, "whole"),
+    ],
+)
+def test_narrow_reads_are_taken_before_whole_ones(findings: Steps, way: str) -> None:
+    write(made(findings), path_of(REAL, CARD, 1))
+    assert verified_reads(REAL, CARD, 1) == way
+
+
+@pytest.mark.parametrize(
+    "findings",
+    [
+        {},
+        {"reads": finding(narrow=True, whole=True)},
+        {key: each for key, each in steps().items() if key != "reads"},
+        steps(reads=(False, False)),
+        steps(agrees=(False, False)),
+        steps((True, False), (False, True)),
+        steps(agrees=(None, math.nan)),
+        steps(agrees=(1, "true")),
+        steps(reads=(1, math.nan)),
+        {**steps(), "reads": Finding({"narrow": True, "whole": True}, "it broke")},
+    ],
+)
+def test_what_was_not_seen_to_agree_is_refused(findings: Steps) -> None:
+    write(made(findings), path_of(REAL, CARD, 1))
+    assert "gave the cells that the emulation gives" in refusal()
+
+
+def test_what_a_probe_died_in_is_told_whatever_it_found_before() -> None:
+    write(made(unfinished="second process"), path_of(REAL, CARD, 1))
+    assert refusal() == "the probe died in its step 'second process'"
+
+
+ANOTHER: list[tuple[Sdk, Mapping[str, Any], int]] = [
+    (NEWER, CARD, 1),
+    (FAKE, CARD, 1),
+    (REAL, {**CARD, "serial": "A2"}, 1),
+    (REAL, {**CARD, "bdf": "0000:02:00.0"}, 1),
+    (REAL, {"index": 0}, 1),
+    (REAL, {"emulated": True}, 1),
+    (REAL, CARD, 4),
+]
+
+
+@pytest.mark.parametrize(("sdk", "card", "chips"), ANOTHER)
+def test_a_record_is_good_for_one_card_its_packages_and_its_chips(
+    sdk: Sdk, card: Mapping[str, Any], chips: int
+) -> None:
+    """Also where one of another was put in its place."""
+    assert refusal() == "there is no record for this card and these packages"
+    record = made(sdk=sdk, card=dict(card), chips=chips)
+    write(record, path_of(sdk, card, chips))
+    assert verified_reads(sdk, card, chips) == "narrow"
+    assert refusal() == "there is no record for this card and these packages"
+    write(record, path_of(REAL, CARD, 1))
+    assert refusal() in (
+        "the record was made by other packages",
+        "the record is of another card, or of other chips",
+    )
+
+
+def test_a_card_that_tells_no_number_is_no_emulation() -> None:
+    """Else a probe with --emulate would put its record in place of the card's."""
+    assert path_of(REAL, {"index": 0}, 1) != path_of(REAL, {"emulated": True}, 1)
+
+
+def test_what_else_a_card_says_does_not_matter() -> None:
+    write(made(), path_of(REAL, CARD, 1))
+    assert verified_reads(REAL, {**CARD, "index": 3, "liveness": False}, 1) == "narrow"
+
+
+def test_a_record_of_another_form_is_none(cache: Path) -> None:
+    path = path_of(REAL, CARD, 1)
+    assert path.is_relative_to(cache / "rngd" / "records")
+    write(made(version=RECORD_VERSION + 1), path)
+    assert refusal() == "the record was made by other packages"
+    path.write_text("{}")
+    assert "is no record of a probe" in refusal()
