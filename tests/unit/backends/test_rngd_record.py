@@ -110,7 +110,7 @@ def test_a_card_without_a_good_record_is_used_only_if_asked(
 ) -> None:
     """As asked, rows are read in the way that needs no views of a card's memory."""
     if state == "dead":
-        write(0, unfinished="reads")
+        write(0, narrow=False, whole=False, unfinished="reads")
     if state == "bad":
         write(0, narrow=False, whole=False)
     if state == "torn":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,14 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from headrace.cli import rngd, rngd_findings, run_command
-from headrace.cli.check import CheckOptions, _asked, _attributes
-from headrace.cli.run import _config
+from headrace.cli.check import CheckOptions, _asked, _attributes, _print
+from headrace.cli.run import _config, _report
 from headrace.cli.run_options import RunOptions
+from headrace.cli.sources import is_emulated
 from headrace.engine import environment_making
 from headrace.engine.environments import RNGD, PythonFacts
+from headrace.engine.rngd.probes import COMPILER
+from headrace.engine.text import ByteText
 from headrace.errors import BackendUnavailable
+from headrace.messages import Ended
+from headrace.runtime.router import RouteResult
 from tests.unit.engine.fake_python import PIP_WORKS, write_fake_python
 from tests.unit.engine.rngd.fake_site import write_fake_site
 
@@ -118,6 +126,88 @@ def test_setup_refuses_what_it_did_not_make(
         assert "was not made by `headrace rngd setup`" in said
 
 
+@pytest.mark.usefixtures("_suits", "fake_packages")
+def test_an_environment_that_broke_is_made_anew(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every hint says to run the setup, which must not answer that all is there."""
+    python = write_fake_python(tmp_path / "python", f"{PIP_WORKS}; echo once >> {tmp_path}/pip")
+    setup = ["rngd", "setup", "--python", python]
+    assert run_command(setup) == 0
+    llama = tmp_path / "fake_site" / "furiosa" / "kernels" / "llama.py"
+    good = llama.read_text()
+    llama.write_text("raise ImportError('half of it is gone')")
+    capsys.readouterr()
+    assert run_command([*setup, "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert f"{cache / 'rngd-env'} cannot be used and is made anew: furiosa: api_missing" in said
+    assert "About 4.3 GB are downloaded" in said
+    assert environments.find(RNGD)  # nothing was done
+    assert run_command(setup) == 1
+    with pytest.raises(BackendUnavailable, match="was not finished"):
+        environments.find(RNGD)
+    llama.write_text(good)
+    assert run_command(setup) == 0
+    assert environments.find(RNGD)
+    assert (tmp_path / "pip").read_text() == "once\n" * 3
+
+
+@pytest.mark.usefixtures("fake_packages")
+def test_a_mere_link_downloads_nothing_and_needs_no_room(
+    cache: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    python = write_fake_python(tmp_path / "python", f"{PIP_WORKS}; echo once >> {tmp_path}/pip")
+    environment_making.make(RNGD, cache / "rngd-env", python)
+    link = cache / "rngd-env" / "site" / "headrace"
+    link.unlink()
+    usage = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert run_command(["rngd", "setup", "--dry-run"]) == 0
+    assert not link.is_symlink()
+    assert run_command(["rngd", "setup"]) == 0
+    said = capsys.readouterr().err
+    assert "only this headrace is linked into it" in said
+    assert "GB" not in said
+    assert environments.find(RNGD)
+    assert (tmp_path / "pip").read_text() == "once\n"
+
+
+@pytest.mark.usefixtures("_suits", "fake_packages")
+def test_what_pip_says_is_no_markup(cache: Path, tmp_path: Path) -> None:
+    """A status parses what it is told, and a closing tag that nothing opened ends it."""
+    python = write_fake_python(tmp_path / "python", "echo 'Collecting [/red]'; sleep 0.3")
+    assert run_command(["rngd", "setup", "--python", python]) == 0
+
+
+@pytest.mark.usefixtures("_suits")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["setup", "--directory", ""], "--directory is empty; name one, or leave it out"),
+        (["setup", "--python", " "], "--python is empty"),
+        (["probe", "--python", ""], "--python is empty"),
+        (["compile", "--model", "m", "--python", ""], "--python is empty"),
+        (["setup", "--directory", "/proc/env"], "nothing can be written to /proc/env"),
+        (["setup", "--directory", "{file}"], "{file} is no directory"),
+        (["setup", "--directory", "{file}/env"], "nothing can be written to {file}/env"),
+        (["setup", "--directory", "{dangling}"], "{dangling} is no directory"),
+        (["setup", "--directory", "{dangling}/env"], "nothing can be written to {dangling}/env"),
+    ],
+)
+def test_what_cannot_be_a_place_or_a_python_is_refused_before_anything_is_said(
+    tmp_path: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"file": tmp_path / "file", "dangling": tmp_path / "dangling"}
+    names["file"].touch()
+    names["dangling"].symlink_to("/nonexistent/place")
+    assert run_command(["rngd", *(each.format(**names) for each in arguments)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"headrace: {said.format(**names)}")
+
+
 def test_setup_refuses_a_python_without_wheels(
     cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +252,7 @@ def test_a_probe_tells_where_its_record_lies(
     probed: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = tmp_path / "record.json"
-    arguments = probed(f"touch {record}; echo a banner; echo {record}")
+    arguments = probed(f"touch {record}; echo a banner; echo {record}; echo freed 3 buffers; echo")
     assert run_command(["rngd", "probe", "--emulate"]) == 0
     assert capsys.readouterr().out == f"{record}\n"
     tied = "-m headrace.runtime.tied headrace.engine.rngd.probe"
@@ -176,9 +266,10 @@ def test_a_probe_tells_where_its_record_lies(
     ("does", "said"),
     [
         ("exit 3", "the probe of emulated ended with exit status 3; it said why above"),
-        ("kill -9 $$", "the probe of emulated ended with signal 9; it said why above"),
+        ("kill -9 $$", "the probe of emulated ended with signal 9"),
         ("true", "the probe of emulated wrote no record"),
         ("echo /no/such/record", "the probe of emulated wrote no record"),
+        ("printf '/a\\000b\\n'", "the probe of emulated wrote no record"),
     ],
 )
 def test_a_probe_that_failed_is_one_sentence(
@@ -194,7 +285,7 @@ def test_a_probe_that_died_leaves_what_it_found(
     record = tmp_path / "record.json"
     probed(f"touch {record}; kill -ABRT $$")
     said = complaint(["rngd", "probe", "--emulate", "--out", str(record)], capsys, status=1)
-    assert said.endswith(f"signal 6; it said why above, and its record so far is {record}")
+    assert said.endswith(f"signal 6, and its record so far is {record}")
 
 
 @pytest.mark.parametrize("status", [1, 2])
@@ -237,11 +328,20 @@ def test_a_probe_that_makes_no_sense(
 def model(tmp_path: Path) -> Path:
     directory = tmp_path / "model"
     directory.mkdir()
-    (directory / "config.json").write_text("{}")
+    (directory / "config.json").write_text('{"model_type": "qwen3"}')
     (directory / "model.safetensors").write_bytes(bytes(8) + b"{}")
     return directory
 
 
+@pytest.fixture
+def _compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "bin" / COMPILER
+    compiler.parent.mkdir()
+    compiler.touch(0o755)
+    monkeypatch.setenv("PATH", f"{compiler.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.usefixtures("_compiler")
 def test_compiling_is_told_what_for(
     probed: Callable[[str], Path], model: Path, tmp_path: Path
 ) -> None:
@@ -257,6 +357,49 @@ def test_compiling_is_told_what_for(
     )
 
 
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.parametrize(
+    ("config", "broken", "works"),
+    [
+        ('{"model_type": "qwen3"}', "gemma4", True),
+        ('{"model_type": "qwen3"}', "qwen3", False),
+        ('{"model_type": "mamba"}', "gemma4", True),  # which the compiling child refuses
+        ('{"model_type": ["qwen3"]}', "qwen3", True),
+        ("[]", "qwen3", True),
+        ("no json", "qwen3", True),
+    ],
+)
+def test_compiling_needs_the_kernels_of_its_model_alone(
+    probed: Callable[[str], Path],
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    config: str,
+    broken: str,
+    works: bool,
+) -> None:
+    arguments = probed("true")
+    (model / "config.json").write_text(config)
+    (tmp_path / "fake_site" / "furiosa" / "kernels" / f"{broken}.py").write_text("")
+    assert run_command(["rngd", "compile", "--model", str(model)]) == (0 if works else 2)
+    assert arguments.exists() == works
+    assert works or f"furiosa.kernels.{broken}" in capsys.readouterr().err
+
+
+def test_compiling_without_a_compiler_ends_at_once(
+    probed: Callable[[str], Path],
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = probed("true")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    said = complaint(["rngd", "compile", "--model", str(model)], capsys)
+    assert said.startswith(f"furiosa: toolchain_missing: {COMPILER}: not on PATH")
+    assert not arguments.exists()
+
+
+@pytest.mark.usefixtures("_compiler")
 def test_compiling_that_failed_has_said_why(
     probed: Callable[[str], Path], model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,7 +408,7 @@ def test_compiling_that_failed_has_said_why(
     assert "headrace:" not in capsys.readouterr().err
     probed("kill -9 $$")
     said = complaint(["rngd", "compile", "--model", str(model)], capsys, status=1)
-    assert said == "compiling ended with signal 9; it said why above; what was done is kept"
+    assert said == "compiling ended with signal 9; what was done is kept"
 
 
 @pytest.mark.parametrize(
@@ -333,6 +476,21 @@ def test_run_starts_rngd_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert "emulate" not in config(source="rngd").source_options
 
 
+def test_a_source_with_another_headrace_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    other.write_text("#!/bin/sh\necho 0.0.1\n")
+    other.chmod(0o755)
+    said = r"api_missing: headrace: the source's headrace is 0\.0\.1, and this one is"
+    with pytest.raises(BackendUnavailable, match=said):
+        config(source="rngd", source_python=str(other))
+    monkeypatch.setenv(RNGD.variable, str(other))
+    with pytest.raises(BackendUnavailable, match=said):
+        config(source="rngd")
+    assert config(source="torch", source_python=str(other)).source_python == str(other)
+
+
 def test_other_sources_are_as_they_were() -> None:
     made = config()
     assert made.source_python is None
@@ -357,6 +515,61 @@ def test_check_starts_rngd_in_its_environment(
     assert asked["dtype"] == "bfloat16"
     assert "--emulate" in asked["command"]
     assert "--dtype" not in asked["command"]
+
+
+EMULATED = '{"emulate": true}'
+
+
+@pytest.mark.parametrize(
+    ("options", "emulated"),
+    [
+        ({"emulate": True}, True),
+        ({"source_options": EMULATED}, True),
+        ({"emulate": True, "source_options": '{"emulate": false}'}, False),
+        ({}, False),
+        ({"source": "torch", "source_options": EMULATED}, False),
+    ],
+)
+def test_an_emulated_pair_is_called_so(
+    capsys: pytest.CaptureFixture[str], options: dict[str, Any], emulated: bool
+) -> None:
+    """Whichever option asked for it, and in each form of what is told."""
+    given = CheckOptions(**{"source": "rngd", "decoder": "cpu", **options})
+    asked = _asked(given, 64)
+    assert asked["emulate"] is emulated
+    report = {"cases": [], "passed": True, "verdict": "all held", "seconds": 1.0}
+    _print(Console(width=100), report, given, emulated=asked["emulate"])
+    mark = " (emulated)" if emulated else ""
+    assert f"{given.source}{mark} -> cpu: all held" in capsys.readouterr().out
+    stamp = {"commit": "", "dirty": False, "headrace": "", "cpu": "", "cpus": 1, "python": ""}
+    written = {
+        **report,
+        "asked": asked,
+        "stamp": {**stamp, "packages": {}},
+        "platform": {"system": ""},
+        "source": {},
+        "decoder": {},
+    }
+    title = next(iter(import_module("headrace.testing.pair.report")._markdown(written)))
+    assert title == f"# headrace check: {given.source}{mark} -> cpu"
+
+
+@pytest.mark.parametrize("options", [{"emulate": True}, {"source_options": EMULATED}, {}])
+@pytest.mark.parametrize("as_text", [True, False])
+def test_run_says_that_it_was_emulated(
+    capsys: pytest.CaptureFixture[str], options: dict[str, Any], as_text: bool
+) -> None:
+    ended = Ended(0, "finished", "", "", None, "", (), "", (), None)
+    result = RouteResult([], ended, [], [])
+    given = RunOptions(source="rngd", route="streamed", json=not as_text, **options)
+    source_options = {"emulate": given.emulate} | json.loads(given.source_options)
+    emulated = is_emulated("rngd", source_options)
+    assert _report(given, ByteText(), [1], {"streamed": result}, emulated=emulated) == 0
+    shown = capsys.readouterr()
+    if as_text:
+        assert ("rngd (emulated) -> cpu" in shown.err) is bool(options)
+    else:
+        assert json.loads(shown.out)["emulated"] is bool(options)
 
 
 def test_doctor_says_how_to_have_it() -> None:

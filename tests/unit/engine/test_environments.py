@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from headrace.engine import environment_making
-from headrace.engine.environment_making import make
+from headrace.engine.environment_making import give_up, make
 from headrace.engine.environments import (
     LOCK,
     MARKER,
@@ -28,9 +28,11 @@ from headrace.engine.environments import (
     check_directory,
     check_python,
     check_room,
+    check_writable,
     find,
     interpreter_in,
     is_complete,
+    lacks_only_a_link,
     look_at,
 )
 from headrace.errors import BackendUnavailable, HeadraceError, Refused
@@ -121,10 +123,50 @@ def test_another_headrace_is_linked_anew_and_nothing_is_installed(
     link.unlink()
     link.symlink_to(tmp_path)
     assert unavailable() == f"{directory} is linked to another headrace than {PACKAGE}"
+    assert lacks_only_a_link(RNGD, directory)
     (directory / "pip-arguments").unlink()
     make(RNGD, directory, python)
     assert find(RNGD)
+    assert not lacks_only_a_link(RNGD, directory)
     assert not (directory / "pip-arguments").exists()
+
+
+def test_a_headrace_that_somebody_installed_there_is_replaced(cache: Path, tmp_path: Path) -> None:
+    directory, python = directory_of(cache), write_fake_python(tmp_path / "python")
+    make(RNGD, directory, python)
+    link = directory / "site" / "headrace"
+    link.unlink()
+    link.mkdir()
+    (link / "__init__.py").touch()
+    assert unavailable() == f"{directory} is linked to another headrace than {PACKAGE}"
+    make(RNGD, directory, python)
+    assert find(RNGD)
+    assert link.resolve() == PACKAGE.resolve()
+
+
+def test_a_link_that_cannot_be_proven_is_not_finished(cache: Path, tmp_path: Path) -> None:
+    directory, python = directory_of(cache), write_fake_python(tmp_path / "python")
+    make(RNGD, directory, python)
+    (directory / "site" / "headrace").unlink()
+
+    def prove(interpreter: str) -> None:
+        raise HeadraceError("no")
+
+    with pytest.raises(HeadraceError, match="no"):
+        make(RNGD, directory, python, prove=prove)
+    assert unavailable() == f"the setup of {directory} was not finished"
+    assert not lacks_only_a_link(RNGD, directory)
+
+
+def test_what_is_given_up_is_made_anew(cache: Path, tmp_path: Path) -> None:
+    directory, python = directory_of(cache), write_fake_python(tmp_path / "python")
+    make(RNGD, directory, python)
+    (directory / "left").touch()
+    give_up(RNGD, directory)
+    assert unavailable() == f"the setup of {directory} was not finished"
+    make(RNGD, directory, python)
+    assert find(RNGD)
+    assert not (directory / "left").exists()
 
 
 def test_an_environment_of_other_versions_is_made_anew(cache: Path, tmp_path: Path) -> None:
@@ -273,8 +315,22 @@ def test_a_setup_that_was_killed_at_once_is_no_foreign_directory(tmp_path: Path)
 
 def test_a_file_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(Refused, match="is no directory"):
-        check_directory(RNGD, tmp_path / "file")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    for name in ("file", "dangling"):
+        with pytest.raises(Refused, match="is no directory"):
+            check_directory(RNGD, tmp_path / name)
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    for parent in (tmp_path / "file", tmp_path / "dangling", Path("/proc")):
+        check_directory(RNGD, parent / "a" / "b")
+        with pytest.raises(Refused, match=r"nothing can be written to .*; name another with"):
+            check_writable(parent / "a" / "b")
+    check_writable(tmp_path / "a" / "b")
+    check_writable(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "dangling"}
 
 
 def test_a_full_disk_is_found_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,6 +340,18 @@ def test_a_full_disk_is_found_before(tmp_path: Path, monkeypatch: pytest.MonkeyP
         check_room(RNGD, tmp_path / "not" / "there")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=RNGD.room_nbytes))
     check_room(RNGD, tmp_path)
+
+
+def test_what_a_killed_setup_left_counts_as_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=RNGD.room_nbytes - 1_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    (tmp_path / "env" / "lib").mkdir(parents=True)
+    with pytest.raises(Refused, match="make room"):
+        check_room(RNGD, tmp_path / "env")
+    (tmp_path / "env" / "lib" / "big.so").write_bytes(bytes(1_100_000))
+    check_room(RNGD, tmp_path / "env")
 
 
 @pytest.mark.parametrize(
@@ -311,7 +379,17 @@ def test_this_python_is_looked_at() -> None:
     assert facts.implementation == sys.implementation.name
 
 
-@pytest.mark.parametrize("text", ["", "#!/bin/sh\nexit 3\n", "#!/bin/sh\necho '[]'\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "#!/bin/sh\nexit 3\n",
+        "#!/bin/sh\necho '[]'\n",
+        "#!/bin/sh\necho 7\n",
+        """#!/bin/sh\necho '["cpython", ["3", "11"], "x86_64", "glibc 2.36", true]'\n""",
+        """#!/bin/sh\necho '["cpython", [3, 11], "x86_64", 2.36, true]'\n""",
+    ],
+)
 def test_what_is_no_python_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "python"
     path.write_text(text)

@@ -75,7 +75,8 @@ def probe(
         card = cards.describe(sdk.smi, device * chips)
         # Before any step: whatever asks for a device first would fix it at one PE.
         set_fusion_once(sdk.torch, PES_PER_CARD * chips)
-    path = out or record.path_of(sdk, card, chips)
+    own = record.path_of(sdk, card, chips)
+    path = out or own
     made = Record(
         sdk=sdk.name,
         packages=dict(sdk.versions),
@@ -92,6 +93,8 @@ def probe(
         record.write(replace(made, unfinished=step.name), path)
         made = replace(made, findings={**made.findings, step.name: _taken(step.take, bench)})
     record.write(made, path)
+    if path != own and not emulate:
+        record.write(made, own)  # where the source looks
     return made, path
 
 

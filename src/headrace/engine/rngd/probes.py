@@ -23,6 +23,8 @@ from headrace.errors import BackendUnavailable
 from headrace.version import VERSION
 
 FAMILIES: Final = ("llama", "qwen3", "exaone4", "gemma4")
+"""Modules of the vendor's kernels, each named as the model_type that it is for."""
+
 PES_PER_CARD: Final = 8
 COMPILER: Final = "aarch64-linux-gnu-gcc"
 HEADRACE: Final = "headrace"
@@ -35,14 +37,6 @@ _DRIVER = (
     "Install the vendor's driver and firmware as its page on prerequisites says, or ask for "
     "emulation"
 )
-FAMILY_OF: Final[Mapping[str, str]] = {
-    "llama": "llama",
-    "qwen3": "qwen3",
-    "exaone4": "exaone4",
-    "gemma4": "gemma4",
-}
-"""By a checkpoint's model_type, where its kernels are: `geometry` needs torch to say it."""
-
 _PACKAGES: Final[Mapping[str, str | None]] = {
     "furiosa-torch": "furiosa.torch",
     "furiosa-kernels": "furiosa.kernels",

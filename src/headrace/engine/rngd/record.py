@@ -105,6 +105,8 @@ def verified_reads(sdk: Sdk, card: Mapping[str, Any], chips: int) -> Reads:
             not found to hold.
     """
     path = path_of(sdk, card, chips)
+    if not card.get("serial") and not card.get("bdf"):
+        raise _unverified(path, "the card tells neither a serial nor its address on the PCI bus")
     if not path.is_file():
         raise _unverified(path, "there is no record for this card and these packages")
     try:
@@ -121,18 +123,21 @@ def verified_reads(sdk: Sdk, card: Mapping[str, Any], chips: int) -> Reads:
 
 def reads_of(record: Record, path: Path) -> Reads:
     """How rows can be read, as a record says; raises as `verified_reads`."""
-    if record.unfinished:
-        raise _unverified(path, f"the probe died in its step {record.unfinished!r}")
     for way in ("narrow", "whole"):
         if record.fact("reads", way) is True and record.fact(f"prefill by {way}", "agrees") is True:
             return "narrow" if way == "narrow" else "whole"
+    if record.unfinished:
+        raise _unverified(path, f"the probe died in its step {record.unfinished!r}")
     detail = "no way of reading a cache gave the cells that the emulation gives"
     raise _unverified(path, detail)
 
 
 def _which(card: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What tells one card from another, and an emulation from both."""
-    return tuple(card.get(name) for name in ("serial", "bdf", "emulated"))
+    """What tells one card from another, or the same one with other software, and an emulation from
+    both.
+    """
+    told = ("serial", "bdf", "driver", "firmware", "emulated")
+    return tuple(card.get(name) for name in told)
 
 
 def _unverified(path: Path, detail: str) -> BackendUnavailable:

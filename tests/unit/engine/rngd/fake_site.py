@@ -83,6 +83,7 @@ def driver_info():
 """
 
 FILES: Final[Mapping[str, str]] = {
+    "numpy/__init__.py": "__version__ = '2.0.0+fake'\n",
     "torch/__init__.py": TORCH,
     "furiosa/torch/__init__.py": TORCH_FURIOSA,
     "furiosa/torch/_register.py": REGISTER,
@@ -103,7 +104,7 @@ def write_fake_site(
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    for package in ("furiosa-torch", "furiosa-kernels", "furiosa-smi"):
+    for package in ("furiosa-torch", "furiosa-kernels", "furiosa-smi", "furiosa-tcc"):
         facts = directory / f"{package.replace('-', '_')}-{version}.dist-info" / "METADATA"
         facts.parent.mkdir()
         facts.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,18 @@ def test_what_makes_no_sense_is_one_sentence(
 ) -> None:
     assert main([f"--model={directory}", "--sdk", SDK, *arguments]) == 2
     assert capsys.readouterr() == ("", f"headrace: {said}\n")
+
+
+def test_kernels_are_compiled_for_as_many_chips_as_their_family_spans(
+    model: Model, cache: Path
+) -> None:
+    """What was compiled for one chip is none of them."""
+    compiled(model, [])
+    fake = FakeFuriosa()
+    spanning = model._replace(family=replace(model.family, chips=4))
+    assert compiled(spanning, [], fake.sdk())["kernels_found"] == 0
+    assert fake.torch.get_fusion().num_fusion == 32
+    assert len(kept(cache)) == 2 * NUM_KERNELS
 
 
 def test_a_process_that_has_a_device_of_its_own_is_refused(model: Model) -> None:

@@ -5,6 +5,9 @@ a vendor's library can be, and against the real packages where they are.
 from __future__ import annotations
 
 import os
+import select
+import shlex
+import shutil
 import signal
 import stat
 import subprocess
@@ -15,10 +18,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine.rngd import preflight
-from headrace.engine.rngd.preflight import MODULE, check
-from headrace.engine.rngd.probes import COMPILER, FAMILIES, Asked, probes
+from headrace import process
+from headrace.engine.environments import RNGD
+from headrace.engine.rngd import furiosa, geometry, preflight
+from headrace.engine.rngd.preflight import MODULE, check, check_version
+from headrace.engine.rngd.probes import COMPILER, FAMILIES, SETUP, Asked, probes
 from headrace.errors import BackendUnavailable
+from headrace.version import VERSION
 from tests.unit.engine.rngd.fake_site import (
     REGISTER,
     SMI,
@@ -75,7 +81,8 @@ def test_all_is_well_with_the_fakes(install: Install, emulate: bool) -> None:
 def test_what_is_really_missing_is_named(emulate: bool) -> None:
     exc = unavailable(emulate=emulate)
     assert (exc.stage, exc.probe) == ("sdk_missing", "packages")
-    assert "furiosa-torch and furiosa-kernels and furiosa-smi not installed in" in exc.detail
+    missing = "furiosa-torch and furiosa-kernels and furiosa-smi and furiosa-tcc not installed in"
+    assert missing in exc.detail
     assert "headrace rngd setup" in exc.hint
 
 
@@ -109,6 +116,12 @@ def test_an_environment_without_headrace(tmp_path: Path) -> None:
             "sdk_missing",
             "torch",
             "ImportError: libcudart.so.12: cannot open",
+        ),
+        (
+            {"numpy/__init__.py": "raise ModuleNotFoundError(\"No module named 'numpy'\")"},
+            "sdk_missing",
+            "numpy",
+            "ModuleNotFoundError: No module named 'numpy'",
         ),
         (
             {FURIOSA: "raise OSError('undefined symbol: x')"},
@@ -173,6 +186,26 @@ def test_what_is_broken_for_both_is_typed(
     exc = unavailable(emulate=True)
     assert (exc.stage, exc.probe) == (stage, probe)
     assert exc.detail.startswith(detail)
+
+
+@pytest.mark.parametrize("package", ["furiosa-torch", "furiosa-kernels", "furiosa-smi"])
+def test_a_package_of_no_version(install: Install, package: str) -> None:
+    site = install()
+    shutil.rmtree(site / f"{package.replace('-', '_')}-2026.4.0.dist-info")
+    exc = unavailable(emulate=True)
+    assert (exc.stage, exc.probe) == ("api_missing", "packages")
+    assert exc.detail.startswith(f"{package} is of no known version")
+
+
+def test_the_compiler_is_one_of_the_packages(install: Install) -> None:
+    """It has no module to look for, and its version is in the keys of all that is kept."""
+    site = install()
+    shutil.rmtree(site / "furiosa_tcc-2026.4.0.dist-info")
+    exc = unavailable(emulate=True)
+    assert (exc.stage, exc.probe) == ("sdk_missing", "packages")
+    assert exc.detail.startswith("furiosa-tcc not installed in ")
+    of_setup = {each.partition("==")[0] for each in RNGD.requirements if "==" in each}
+    assert of_setup | {"torch"} == set(furiosa.PACKAGES)
 
 
 def test_an_sdk_of_another_version(install: Install) -> None:
@@ -310,6 +343,131 @@ def test_a_library_that_hangs_is_ended_and_named(install: Install) -> None:
     assert exc.detail == "it hung, and was ended after 3 s"
 
 
+def test_what_a_library_started_ends_with_the_child(install: Install, tmp_path: Path) -> None:
+    """Whether the child is ended or ends by itself."""
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+    started = (
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen(['sh', '-c', 'echo $$ > {begun}; exec sleep 100'])\n"
+    )
+    for ends in ("", "raise OSError('x')\n"):
+        site = install({FURIOSA: started + (ends or "time.sleep(100)\n")})
+        command = [sys.executable, "-c", CHECK, "2" if not ends else "60"]
+        with subprocess.Popen(command) as starter:
+            pidfd = os.pidfd_open(int(begun.read_text()))
+            starter.wait()
+            assert died(pidfd)
+        shutil.rmtree(site)
+        shutil.rmtree(tmp_path / "bin")
+
+
+CHECK = """
+import contextlib, sys
+from headrace.engine.rngd.preflight import check
+from headrace.errors import BackendUnavailable
+with contextlib.suppress(BackendUnavailable):
+    check(sys.executable, emulate=True, timeout_s=float(sys.argv[1]))
+"""
+
+
+def died(pidfd: int) -> bool:
+    """Whether a process ends before anybody would wait no longer."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    try:
+        return bool(poll.poll(20_000))
+    finally:
+        os.close(pidfd)
+
+
+def test_the_child_does_not_outlive_its_starter(install: Install, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+    waits = f"import os, time\nopen({str(begun)!r}, 'w').write(str(os.getpid()))\n"
+    install({FURIOSA: waits + "time.sleep(100)\n"})
+    with subprocess.Popen([sys.executable, "-c", CHECK, "60"]) as starter:
+        pidfd = os.pidfd_open(int(begun.read_text()))
+        starter.kill()
+        assert died(pidfd)
+
+
+def test_a_child_whose_starter_is_gone_already_ends(install: Install) -> None:
+    install()
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    done = subprocess.run(
+        [sys.executable, "-m", MODULE, "--emulate"],
+        env={**os.environ, preflight.PARENT_PID_VARIABLE: str(gone.pid)},
+        capture_output=True,
+    )
+    assert (done.returncode, done.stdout) == (preflight.ORPHAN_STATUS, b"")
+    assert preflight.PARENT_PID_VARIABLE == process.PARENT_PID_VARIABLE
+    assert preflight.ORPHAN_STATUS == process.ORPHAN_STATUS
+
+
+def script(path: Path, does: str) -> str:
+    path.write_text(f"#!/bin/sh\n{does}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_program_that_says_nothing_is_no_environment(tmp_path: Path) -> None:
+    """Whatever its exit status."""
+    exc = unavailable(interpreter=script(tmp_path / "true", "exit 0"), emulate=True)
+    assert (exc.stage, exc.detail) == ("sdk_missing", "the process ended with exit status 0")
+
+
+@pytest.mark.parametrize(
+    ("changed", "probe"),
+    [
+        ({FURIOSA: "import os; os._exit(0)"}, "import furiosa.torch"),
+        ({"torch/__init__.py": "import os; os._exit(0)"}, "torch"),
+        ({"furiosa/kernels/gemma4.py": "import os; os._exit(0)"}, "furiosa.kernels.gemma4"),
+    ],
+)
+def test_exit_status_0_is_no_success(install: Install, changed: dict[str, str], probe: str) -> None:
+    install(changed)
+    exc = unavailable(emulate=True)
+    assert (exc.probe, exc.detail) == (probe, "the process ended with exit status 0")
+    command = exc.hint.split("`")[1]
+    done = subprocess.run(shlex.split(command), capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == probe  # the command of the hint shows the same
+
+
+@pytest.mark.parametrize("emulate", [True, False])
+def test_a_headrace_of_another_version(install: Install, tmp_path: Path, emulate: bool) -> None:
+    site = install({"torch/__init__.py": "import os; os.abort()"})
+    (site / "sitecustomize.py").write_text(
+        "import sys, types\nother = types.ModuleType('headrace.version')\n"
+        "other.VERSION = '0.0.9'\nsys.modules['headrace.version'] = other\n"
+    )
+    exc = unavailable(emulate=emulate)
+    assert (exc.stage, exc.probe) == ("api_missing", "headrace")
+    assert exc.detail == f"the source's headrace is 0.0.9, and this one is {VERSION}"
+    with pytest.raises(BackendUnavailable, match=r"0\.0\.9"):
+        check_version(sys.executable)
+
+
+def test_what_has_no_version_is_left_to_whoever_starts_it(tmp_path: Path) -> None:
+    check_version(sys.executable)
+    check_version(str(tmp_path / "nothing"))
+    check_version(script(tmp_path / "fails", "exit 1"))
+    check_version(script(tmp_path / "silent", "exit 0"))
+
+
+def test_the_hint_names_each_way_to_another_python() -> None:
+    assert RNGD.setup in SETUP
+    assert RNGD.variable in SETUP
+    assert "--source-python" in SETUP
+
+
+def test_a_family_is_named_as_its_model_type() -> None:
+    """By which the kernels of a model are chosen where there is no torch."""
+    known = {(family.model_type, family.module) for family in geometry.FAMILIES}
+    assert known == {(name, name) for name in FAMILIES}
+
+
 def test_a_child_ends_by_itself_if_nobody_ends_it(install: Install) -> None:
     install({FURIOSA: "import time\ntime.sleep(60)\n"})
     done = subprocess.run(
@@ -324,7 +482,7 @@ def test_a_child_ends_by_itself_if_nobody_ends_it(install: Install) -> None:
 def test_what_a_library_prints_is_no_report(install: Install) -> None:
     banner = "print('furiosa', end='')\nprint('{}')\nprint('[1]', end='', flush=True)\n"
     install({"furiosa/torch/_register.py": banner + REGISTER})
-    assert len(check(sys.executable, emulate=True)) == 5 + len(FAMILIES)
+    assert len(check(sys.executable, emulate=True)) == len(probes(Asked(emulate=True)))
 
 
 def test_only_the_families_that_are_asked_for(install: Install) -> None:
@@ -353,7 +511,6 @@ def test_by_hand_it_prints_text(install: Install) -> None:
     install({FURIOSA: TORCH_FURIOSA.replace("TclModule = ", "")})
     done = subprocess.run(
         [sys.executable, "-m", MODULE, "--emulate"],
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         capture_output=True,
         text=True,
     )

@@ -64,8 +64,21 @@ def test_the_steps_are_in_the_order_in_which_they_need_each_other() -> None:
 
 
 @pytest.mark.parametrize("chips", [1, 4])
-def test_what_a_card_that_does_all_right_gives(kernels: Path, chips: int) -> None:
+def test_what_a_card_that_does_all_right_gives(
+    kernels: Path, chips: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = make(kernels, chips)
+    axes: list[Any] = []
+    empty = FakeTorch.empty_sharded
+
+    def recorded(self: FakeTorch, size: Sequence[int], **more: Any) -> FakeTensor:
+        axes.append(more["shard_axes"])
+        return empty(self, size, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeTorch, "empty_sharded", recorded)
+        found(bench, "reads")
+    assert axes == [[(2, 4)] if chips == 4 else [(None, 1)]]
     assert found(bench, "reads") == {"narrow": True, "whole": True}
     for step in PREFILLS:
         facts = found(bench, step)
@@ -100,9 +113,21 @@ def test_the_emulation_is_the_same_twice_and_is_something(
         calls.append(self.dsl)
         return [each + len(calls) * 1e-4 for each in compute(self.dsl, inputs)]
 
-    for wrong in (drifting, on_host(nan), on_host(zeros)):
+    def hardly(self: TclModule, *inputs: Memory) -> list[Memory]:
+        """Another cell, by less than its square can be told from 0."""
+        calls.append(self.dsl)
+        results = compute(self.dsl, inputs)
+        if "first" in self.dsl:
+            next(each for each in inputs if is_cache(each))[1, 0, 0, 0] = len(calls) * 1e-30
+        return results
+
+    for wrong in (drifting, hardly, on_host(nan), on_host(zeros)):
         monkeypatch.setattr(TclModule, "__call__", wrong)
         assert found(bench, "emulation")["agrees"] is False
+
+
+def is_cache(argument: Memory) -> bool:
+    return argument.dim() == 4 and argument.shape[1] == 1
 
 
 def lost(dsl: str, given: Sequence[Memory]) -> list[Memory]:
@@ -114,16 +139,16 @@ def unseen(dsl: str, given: Sequence[Memory]) -> list[Memory]:
     """Attention does not see what the kernel before it changed, though the host does."""
     if "full_attention" not in dsl:
         return compute(dsl, given)
-    return compute(dsl, [each if each.dim() != 4 else torch.zeros_like(each) for each in given])
+    return compute(dsl, [torch.zeros_like(each) if is_cache(each) else each for each in given])
 
 
 def late(dsl: str, given: Sequence[Memory]) -> list[Memory]:
     """Attention sees the prompt's first chunk only."""
     if "full_attention" not in dsl:
         return compute(dsl, given)
-    seen = [each.clone() if each.dim() == 4 else each for each in given]
+    seen = [each.clone() if is_cache(each) else each for each in given]
     for each in seen:
-        if each.dim() == 4:
+        if is_cache(each):
             each[17:] = 0
     return compute(dsl, seen)
 
@@ -139,7 +164,7 @@ def nan(dsl: str, given: Sequence[Memory]) -> list[Memory]:
 def zeros(dsl: str, given: Sequence[Memory]) -> list[Memory]:
     results = compute(dsl, given)
     for each in given:
-        if each.dim() == 4 and "tokenwise" in dsl and each.shape[1] == 1:
+        if "tokenwise" in dsl and is_cache(each):
             each.zero_()
     return [torch.zeros_like(each) for each in results]
 
@@ -155,7 +180,7 @@ def one_head(dsl: str, given: Sequence[Memory]) -> list[Memory]:
     results = compute(dsl, given)
     if "first" in dsl:
         for each in given:
-            if each.dim() == 4 and each.shape[1] == 1:
+            if is_cache(each):
                 each.copy_(each.flip(2))
     return results
 
@@ -182,6 +207,26 @@ def test_a_card_that_computes_something_else_does_not_agree(
     for step in PREFILLS:
         assert found(bench, step)["agrees"] is False
     assert found(bench, "reads") == {"narrow": True, "whole": True}
+
+
+@pytest.mark.usefixtures("_emulation_stays_right")
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_each_part_is_compared_by_itself(
+    bench: Bench, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the two caches is changed after a kernel has made it, and before it is read."""
+
+    def changed(dsl: str, given: Sequence[Memory]) -> list[Memory]:
+        results = compute(dsl, given)
+        if "_tokenwise<" in dsl and "last" not in dsl:
+            [each for each in given if is_cache(each)]["kv".index(part)].mul_(2)
+        return results
+
+    monkeypatch.setattr(fake_vendor, "compute", changed)
+    facts = found(bench, PREFILLS[0])
+    assert facts["agrees"] is False
+    assert facts[part] >= 1.0
+    assert facts[part] > facts["kv".replace(part, "")]
 
 
 @pytest.mark.parametrize("kernel", [nan, zeros])

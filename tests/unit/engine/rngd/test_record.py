@@ -160,9 +160,19 @@ def test_what_was_not_seen_to_agree_is_refused(findings: Steps) -> None:
     assert "gave the cells that the emulation gives" in refusal()
 
 
-def test_what_a_probe_died_in_is_told_whatever_it_found_before() -> None:
-    write(made(unfinished="second process"), path_of(REAL, CARD, 1))
-    assert refusal() == "the probe died in its step 'second process'"
+def test_what_a_probe_died_in_is_told_unless_what_is_needed_was_found_before() -> None:
+    write(made(unfinished="overlap"), path_of(REAL, CARD, 1))
+    assert verified_reads(REAL, CARD, 1) == "narrow"
+    write(made(steps((False, False)), unfinished="overlap"), path_of(REAL, CARD, 1))
+    assert refusal() == "the probe died in its step 'overlap'"
+
+
+@pytest.mark.parametrize("card", [{"index": 0}, {"emulated": True}, {"serial": "", "bdf": ""}])
+def test_a_card_that_cannot_be_told_from_others_has_no_record(card: Mapping[str, Any]) -> None:
+    write(made(card=dict(card)), path_of(REAL, card, 1))
+    with pytest.raises(BackendUnavailable, match="neither a serial nor its address") as told:
+        verified_reads(REAL, card, 1)
+    assert told.value.stage == "layout_unverified"
 
 
 ANOTHER: list[tuple[Sdk, Mapping[str, Any], int]] = [
@@ -170,8 +180,9 @@ ANOTHER: list[tuple[Sdk, Mapping[str, Any], int]] = [
     (FAKE, CARD, 1),
     (REAL, {**CARD, "serial": "A2"}, 1),
     (REAL, {**CARD, "bdf": "0000:02:00.0"}, 1),
-    (REAL, {"index": 0}, 1),
-    (REAL, {"emulated": True}, 1),
+    (REAL, {**CARD, "driver": "1.0.1"}, 1),
+    (REAL, {**CARD, "firmware": "9.9.9"}, 1),
+    (REAL, {**CARD, "emulated": True}, 1),
     (REAL, CARD, 4),
 ]
 
