@@ -14,7 +14,7 @@ from headrace.backends.keeping import ContinuingEngine
 from headrace.backends.lane_table import LaneTable
 from headrace.backends.storages import Storages
 from headrace.backends.torch import TorchEngine
-from headrace.engine import own_cache, prefill
+from headrace.engine import own_cache, pieces
 from headrace.engine.lanes import Lane
 from headrace.engine.own_cache import OwnCache
 from headrace.engine.prefill import TakenCache
@@ -162,7 +162,7 @@ chain: nothing is kept at the end
 [TakenCache.seed]
 chain: a window's rows are one too few
     rows = needed_rows(layer, num_tokens) => rows = max(1, needed_rows(layer, num_tokens) - 1)
-[prefill.pieces]
+[pieces.pieces]
 pieces-of: the chunk goes on over a cut
     ranges += [(at, min(at + step, last)) for at in range(first, last, step)] =>
         ranges += [(at, min(at + step, last)) for at in range(first - first % step, last, step)]
@@ -173,7 +173,7 @@ cuts: cuts are not checked
 """
 
 PLACES: Final[dict[str, Any]] = {
-    "prefill": prefill,
+    "pieces": pieces,
     "own_cache": own_cache,
     **{
         each.__name__: each
@@ -224,13 +224,13 @@ def pieces_agree() -> None:
 
 def pieces_of() -> None:
     for chunk, cuts, wanted in _cases(test_pieces.test_pieces):
-        assert prefill.pieces(20, chunk, cuts) == wanted
+        assert pieces.pieces(20, chunk, cuts) == wanted
 
 
 def cuts_are_checked() -> None:
     for (cuts,) in ((cuts,) for cuts in _cases(test_pieces.test_cuts_that_are_none_of_the_prompt)):
         with pytest.raises(Exception, match="cuts at"):
-            prefill.pieces(20, 8, cuts)
+            pieces.pieces(20, 8, cuts)
 
 
 def _cases(test: Any) -> list[Any]:
