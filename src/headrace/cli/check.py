@@ -17,7 +17,14 @@ from rich.text import Text
 
 from headrace.backends.load import check_name
 from headrace.cli.arguments import check_count
-from headrace.cli.sources import TAKE_A_MODEL, check_source, dtype_for, interpreter_for
+from headrace.cli.sources import (
+    TAKE_A_MODEL,
+    check_source,
+    dtype_for,
+    interpreter_for,
+    is_emulated,
+    pair_name,
+)
 from headrace.engine.text import max_positions_of
 from headrace.errors import Refused
 from headrace.runtime.log import configure
@@ -86,7 +93,7 @@ def check(options: Annotated[CheckOptions, Parameter(name="*")]) -> int:
     def finish(report: dict[str, Any]) -> None:
         if options.report is not None:
             writer.write(report | {"asked": asked}, options.report)
-        _print(console, report, options)
+        _print(console, report, options, emulated=asked["emulate"])
 
     with console.status("opening the pair") as status:
 
@@ -180,11 +187,14 @@ def _longest(directory: Path) -> int:
 
 def _asked(options: CheckOptions, context: int) -> dict[str, Any]:
     """What was asked for, in the user's words, as the report tells it."""
-    kept = ("source", "decoder", "model", "quick", "seed", "threads", "repeat", "emulate")
+    kept = ("source", "decoder", "model", "quick", "seed", "threads", "repeat")
+    source_options = _json_object("--source-options", options.source_options)
+    emulated = is_emulated(options.source, {"emulate": options.emulate} | source_options)
     return {
         **{name: getattr(options, name) for name in kept},
+        "emulate": emulated,
         "dtype": dtype_for(options.source, options.dtype),
-        "source_options": _json_object("--source-options", options.source_options),
+        "source_options": source_options,
         "decoder_options": _json_object("--decoder-options", options.decoder_options),
         "only": list(options.only),
         "context": context,
@@ -216,7 +226,9 @@ def _json_object(flag: str, text: str) -> dict[str, Any]:
         raise Refused(f"{flag} is not a JSON object: {exc}") from exc
 
 
-def _print(console: Console, report: dict[str, Any], options: CheckOptions) -> None:
+def _print(
+    console: Console, report: dict[str, Any], options: CheckOptions, *, emulated: bool
+) -> None:
     table = Table(box=SIMPLE_HEAD)
     table.add_column("case", no_wrap=True)
     table.add_column("result", no_wrap=True)
@@ -229,7 +241,8 @@ def _print(console: Console, report: dict[str, Any], options: CheckOptions) -> N
         table.add_row(name, result, f"{case['seconds']:.1f}", Text(note))
     console.print(table)
     style = "bold green" if report["passed"] else "bold red"
-    verdict = f"{options.source} -> {options.decoder}: {report['verdict']}"
+    pair = pair_name(options.source, options.decoder, emulated=emulated)
+    verdict = f"{pair}: {report['verdict']}"
     console.print(Text(f"{verdict} in {report['seconds']:.1f} s", style=style), soft_wrap=True)
     if options.report is not None:
         console.print(f"report.json and report.md are in {options.report}", soft_wrap=True)

@@ -30,12 +30,15 @@ def as_json(
     prompt: list[int],
     shown: Mapping[Any, Shown],
     results: Mapping[Any, RouteResult],
+    *,
+    emulated: bool,
 ) -> dict[str, Any]:
     """One object with stable keys; times in seconds, sizes in bytes, all times by the host clock.
 
     The keys of the top level are those of the route asked for, or of `streamed` for a comparison;
     `identical` is null unless routes were compared; then it is of all that was decoded, also after
-    a stop string. `seed` is what was sampled with, drawn or given.
+    a stop string. `seed` is what was sampled with, drawn or given. `emulated` is whether the
+    source's kernels ran on the CPU in place of their device; its times then say nothing of one.
     """
     routes = {name: _figures(result, shown[name]) for name, result in results.items()}
     same = identical(results) if len(results) > 1 else None
@@ -44,6 +47,7 @@ def as_json(
         "route": route,
         "prompt_tokens": len(prompt),
         "seed": seed,
+        "emulated": emulated,
         **(routes.get(route) or routes["streamed"]),
         "identical": None if same is None else all(same.values()),
         "identical_parts": same,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,14 +11,15 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 from rich.console import Console
+from rich.text import Text
 
 from headrace.cli.arguments import check_count, check_output
 from headrace.engine import environments
-from headrace.engine.environment_making import make
+from headrace.engine.environment_making import give_up, make
 from headrace.engine.environments import RNGD
 from headrace.engine.models import resolve
 from headrace.engine.rngd import preflight
-from headrace.engine.rngd.probes import COMPILER, PES_PER_CARD
+from headrace.engine.rngd.probes import COMPILER, FAMILIES, PES_PER_CARD, find_toolchain
 from headrace.errors import BackendUnavailable, HeadraceError, Refused
 from headrace.process import PARENT_PID_VARIABLE
 
@@ -28,6 +30,7 @@ CARDS = 1024
 CHIPS = (1, 2, 4)
 NOTHING_DONE = 2
 TOLD_COLUMNS = 72
+PROVE_TIMEOUT_S = 300.0
 
 rngd_app = App(
     name="rngd",
@@ -39,7 +42,7 @@ rngd_app = App(
 @rngd_app.command
 def setup(
     *,
-    directory: Path | None = None,
+    directory: str | None = None,
     python: str | None = None,
     dry_run: Annotated[bool, Parameter(name="--dry-run", negative="")] = False,
 ) -> int:
@@ -57,33 +60,68 @@ def setup(
     dry_run
         Say what would be done, and do nothing.
     """
+    _check_given("--directory", directory)
+    _check_given("--python", python)
     default = environments.default_directory(RNGD)
-    directory = default if directory is None else directory.expanduser().absolute()
+    place = default if directory is None else Path(directory).expanduser().absolute()
     console = Console(stderr=True, highlight=False)
-    environments.check_directory(RNGD, directory)
-    if environments.is_complete(RNGD, directory):
-        console.print(f"{directory} is complete", soft_wrap=True, markup=False)
-        return 0
-    facts = environments.look_at(python or sys.executable)
-    environments.check_python(RNGD, facts)
-    for line in _announced(directory, facts):
-        console.print(line, soft_wrap=True, markup=False)
-    environments.check_room(RNGD, directory)
+    environments.check_directory(RNGD, place)
+    if environments.is_complete(RNGD, place):
+        if (broken := _broken(place)) is None:
+            _say(console, f"{place} is complete")
+            return 0
+        _say(console, f"{place} cannot be used and is made anew: {broken}")
+        if not dry_run:
+            give_up(RNGD, place)
+    python = python or sys.executable
+    environments.check_writable(place)
+    _announce(console, place, python)
     if dry_run:
         return 0
     with console.status("making the environment") as status:
         interpreter = make(
             RNGD,
-            directory,
-            facts.path,
-            told=lambda line: status.update(_short(line)),
+            place,
+            python,
+            told=lambda line: status.update(Text(_short(line))),
             prove=_prove,
         )
-    console.print(f"done: {interpreter}", soft_wrap=True, markup=False)
-    if directory != default:
-        text = f"to have it found, set: {RNGD.variable}={interpreter}"
-        console.print(text, soft_wrap=True, markup=False)
+    _say(console, f"done: {interpreter}")
+    if place != default:
+        _say(console, f"to have it found, set: {RNGD.variable}={interpreter}")
     return 0
+
+
+def _announce(console: Console, directory: Path, python: str) -> None:
+    """Say what is going to be done, unless it has to be refused."""
+    if environments.lacks_only_a_link(RNGD, directory):
+        _say(console, f"{directory} has all packages; only this headrace is linked into it.")
+        return
+    facts = environments.look_at(python)
+    environments.check_python(RNGD, facts)
+    _say(console, *_announced(directory, facts))
+    environments.check_room(RNGD, directory)
+
+
+def _say(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def _check_given(flag: str, given: str | None) -> None:
+    if given is not None and not given.strip():
+        raise Refused(f"{flag} is empty; name one, or leave it out", field=flag.removeprefix("--"))
+
+
+def _broken(directory: Path) -> BackendUnavailable | None:
+    """Why an environment that was finished cannot be used; None if it can."""
+    try:
+        preflight.check(
+            str(environments.interpreter_in(directory)), emulate=True, timeout_s=PROVE_TIMEOUT_S
+        )
+    except BackendUnavailable as exc:
+        return exc
+    return None
 
 
 def _announced(directory: Path, facts: environments.PythonFacts) -> list[str]:
@@ -110,7 +148,7 @@ def _short(line: str) -> str:
 def _prove(interpreter: str) -> None:
     """Have the fresh environment show that it can emulate."""
     try:
-        preflight.check(interpreter, emulate=True, timeout_s=300.0)
+        preflight.check(interpreter, emulate=True, timeout_s=PROVE_TIMEOUT_S)
     except BackendUnavailable as exc:
         raise HeadraceError(f"all is installed, and it cannot be used: {exc}") from exc
 
@@ -147,6 +185,7 @@ def probe(
     check_count("--device", device, least=0, limit=CARDS)
     if chips not in CHIPS:
         raise Refused(f"--chips is {chips}; choose 1, 2 or 4", field="chips")
+    _check_given("--python", python)
     name = "emulated" if emulate else f"furiosa:{device}"
     if out is not None:
         out = out.expanduser().absolute()
@@ -195,10 +234,14 @@ def compile_kernels(
         check_count("--max-positions", max_positions)
     for size in token_buckets:
         check_count("--token-buckets", size)
+    _check_given("--python", python)
     interpreter = python or environments.find(RNGD)
-    preflight.check(interpreter, emulate=True)  # what a card needs beside this is its compiler
+    find_toolchain()
+    directory = resolve(model)
+    # What a card needs beside this is its compiler.
+    preflight.check(interpreter, emulate=True, families=_families(directory))
     arguments = [
-        f"--model={resolve(model)}",
+        f"--model={directory}",
         *([] if max_positions is None else [f"--max-positions={max_positions}"]),
         *(["--token-buckets", *map(str, token_buckets)] if token_buckets else []),
         *([] if cache is None else [f"--cache={cache.expanduser().absolute()}"]),
@@ -207,6 +250,16 @@ def compile_kernels(
     if status not in (0, NOTHING_DONE):
         raise HeadraceError(f"compiling {_ended(status)}; what was done is kept")
     return status
+
+
+def _families(directory: Path) -> tuple[str, ...]:
+    """Whose kernels a model needs: none's if it is refused, which the compiling child says."""
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return ()
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    return (model_type,) if model_type in FAMILIES else ()
 
 
 def _child(interpreter: str, module: str, arguments: list[str]) -> tuple[int, bytes]:
@@ -226,7 +279,9 @@ def _child(interpreter: str, module: str, arguments: list[str]) -> tuple[int, by
 
 
 def _probed(name: str, status: int, printed: bytes, out: Path | None) -> int:
-    """Print the path of the record that a probe wrote, which it printed last; returns its status.
+    """Print the path of the record that a probe wrote; returns its status.
+
+    It is the last line that names a file: a vendor's library may print as the process ends.
 
     0: the source can use what was found. 1: it cannot. 2: nothing could be probed.
     """
@@ -236,13 +291,14 @@ def _probed(name: str, status: int, printed: bytes, out: Path | None) -> int:
         record = f", and its record so far is {out}" if out is not None and out.is_file() else ""
         raise HeadraceError(f"the probe of {name} {_ended(status)}{record}")
     told = printed.decode(errors="replace").splitlines()
-    path = Path(next((line for line in reversed(told) if line.strip()), ""))
-    if not path.is_file():
+    path = next((line for line in reversed(told) if os.path.isfile(line)), None)
+    if path is None:
         raise HeadraceError(f"the probe of {name} wrote no record")
     print(path)
     return status
 
 
 def _ended(status: int) -> str:
-    how = f"exit status {status}" if status > 0 else f"signal {-status}"
-    return f"ended with {how}; it said why above"
+    if status < 0:
+        return f"ended with signal {-status}"
+    return f"ended with exit status {status}; it said why above"

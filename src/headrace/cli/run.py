@@ -30,7 +30,13 @@ from headrace.cli.report import (
 )
 from headrace.cli.run_options import RunOptions, check_options, sampling_of
 from headrace.cli.shown import Printer, shown_of
-from headrace.cli.sources import TAKE_A_MODEL, dtype_for, interpreter_for
+from headrace.cli.sources import (
+    TAKE_A_MODEL,
+    dtype_for,
+    interpreter_for,
+    is_emulated,
+    pair_name,
+)
 from headrace.engine.text import ByteText, TextCodec
 from headrace.errors import HeadraceError, Refused
 from headrace.geometry import MAX_POSITIONS
@@ -87,7 +93,8 @@ def run(
         raise
     finally:
         client.close()
-    status = _report(options, codec, tokens, results)
+    emulated = is_emulated(config.source, config.source_options)
+    status = _report(options, codec, tokens, results, emulated=emulated)
     if options.trace is not None:
         _write_trace(options.trace, tokens, results)
     return status
@@ -297,7 +304,12 @@ def _write_trace(path: Path, tokens: list[int], results: dict[AskedRoute, RouteR
 
 
 def _report(
-    options: RunOptions, codec: TextCodec, tokens: list[int], results: dict[AskedRoute, RouteResult]
+    options: RunOptions,
+    codec: TextCodec,
+    tokens: list[int],
+    results: dict[AskedRoute, RouteResult],
+    *,
+    emulated: bool,
 ) -> int:
     stop_tokens = _stop_tokens(options, codec)
     shown = {
@@ -306,10 +318,15 @@ def _report(
     }
     if options.json:
         model = options.model or options.source
-        report = as_json(model, options.route, options.seed, tokens, shown, results)
+        report = as_json(
+            model, options.route, options.seed, tokens, shown, results, emulated=emulated
+        )
         print(json.dumps(report))
         return 0 if report["identical"] is not False else 1
     console = Console(stderr=options.route != "compare", highlight=False)
+    if emulated:
+        pair = pair_name(options.source, options.decoder, emulated=True)
+        console.print(pair, style="dim", markup=False, soft_wrap=True)
     if options.route == "compare":
         return 0 if print_comparison(console, tokens, shown, results) else 1
     print_result(console, results[options.route])  # type: ignore[index]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from headrace.engine import environments
 from headrace.engine.environments import RNGD
+from headrace.engine.rngd import preflight
 from headrace.errors import Refused
 
 TAKE_A_MODEL: Final = ("torch", "cuda", "rngd")
@@ -34,6 +36,20 @@ def interpreter_for(source: str, given: str | None) -> str | None:
     `headrace rngd setup` made.
 
     Raises:
-        BackendUnavailable: there is no environment for rngd.
+        BackendUnavailable: there is no environment for rngd, or its headrace is another version.
     """
-    return environments.find(RNGD) if given is None and source == RNGD.name else given
+    if source != RNGD.name:
+        return given
+    interpreter = environments.find(RNGD) if given is None else given
+    preflight.check_version(interpreter)
+    return interpreter
+
+
+def is_emulated(source: str, source_options: Mapping[str, Any]) -> bool:
+    """Whether a source's kernels run on the CPU, whichever option asked for it."""
+    return source == RNGD.name and bool(source_options.get("emulate"))
+
+
+def pair_name(source: str, decoder: str, *, emulated: bool) -> str:
+    """A pair as it is named wherever a figure of it is shown; an emulated source always says so."""
+    return f"{source}{' (emulated)' if emulated else ''} -> {decoder}"

@@ -26,7 +26,7 @@ from headrace.engine.environments import (
     Recipe,
     check_directory,
     interpreter_in,
-    read_marker,
+    is_installed,
 )
 from headrace.errors import HeadraceError, Refused
 from headrace.version import VERSION
@@ -63,13 +63,10 @@ def make(
     directory.mkdir(parents=True, exist_ok=True)
     interpreter = str(interpreter_in(directory))
     with _locked(directory) as lock:
-        facts: dict[str, Any] = {
-            "recipe": recipe.name,
-            "requirements": list(recipe.requirements),
-            "headrace": VERSION,
-        }
-        if not _only_the_link_is_wrong(recipe, directory):
-            _write_marker(directory, {**facts, "complete": False})
+        facts = _facts(recipe)
+        installed = is_installed(recipe, directory)
+        _write_marker(directory, {**facts, "complete": False})
+        if not installed:
             _empty(directory)
             _install(recipe, directory, python, lock, told)
         link = _link(interpreter)
@@ -79,14 +76,23 @@ def make(
     return interpreter
 
 
-def _only_the_link_is_wrong(recipe: Recipe, directory: Path) -> bool:
-    """Whether all is installed, and at most made by a headrace that lies elsewhere."""
-    marker = read_marker(directory) or {}
-    return (
-        bool(marker.get("complete"))
-        and marker.get("requirements") == list(recipe.requirements)
-        and interpreter_in(directory).exists()
-    )
+def give_up(recipe: Recipe, directory: Path) -> None:
+    """Have an environment that is broken count as none, so that the next `make` makes it anew.
+
+    Raises:
+        Refused: the directory is not ours or another setup is at work in it.
+    """
+    check_directory(recipe, directory)
+    with _locked(directory):
+        _write_marker(directory, {**_facts(recipe), "complete": False})
+
+
+def _facts(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "recipe": recipe.name,
+        "requirements": list(recipe.requirements),
+        "headrace": VERSION,
+    }
 
 
 def _install(
@@ -168,6 +174,8 @@ def _link(interpreter: str) -> Path:
     if done.returncode:
         raise HeadraceError(f"{interpreter} does not run: {done.stderr.strip()[-200:]}")
     link = Path(done.stdout.strip()) / PACKAGE.name
+    if link.is_dir() and not link.is_symlink():  # somebody's pip installed one there
+        shutil.rmtree(link)
     link.unlink(missing_ok=True)
     link.symlink_to(PACKAGE.resolve(), target_is_directory=True)
     return link

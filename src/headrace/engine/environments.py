@@ -5,7 +5,7 @@ The vendors' stacks pin different torch versions, so that each lives in an envir
 making one (`environment_making`) writes lies in its directory. The marker there says from the
 beginning that the directory is ours, and only after the last step that it is complete: whatever
 ends a setup early leaves a directory that counts as none and that the next setup empties and fills
-again. Needs the standard library only.
+again.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from headrace.engine.models import cache_root
 from headrace.errors import BackendUnavailable, Refused
@@ -99,6 +103,8 @@ class PythonFacts:
     makes_environments: bool
 
 
+_TOLD = tuple[str, tuple[int, int], str, str, bool]
+
 _TELL = (
     "import importlib.util, json, platform, sys; print(json.dumps([sys.implementation.name, "
     "list(sys.version_info[:2]), platform.machine(), ' '.join(platform.libc_ver()), "
@@ -138,6 +144,22 @@ def is_complete(recipe: Recipe, directory: Path) -> bool:
     return not _why_not(recipe, directory)
 
 
+def lacks_only_a_link(recipe: Recipe, directory: Path) -> bool:
+    """Whether all is installed, by a headrace that lies elsewhere; nothing need be downloaded."""
+    return not is_complete(recipe, directory) and is_installed(recipe, directory)
+
+
+def is_installed(recipe: Recipe, directory: Path) -> bool:
+    """Whether a setup was finished that was for these versions, whichever headrace is linked."""
+    marker = read_marker(directory) or {}
+    return (
+        marker.get("recipe") == recipe.name
+        and marker.get("complete") is True
+        and marker.get("requirements") == list(recipe.requirements)
+        and interpreter_in(directory).exists()
+    )
+
+
 def _why_not(recipe: Recipe, directory: Path) -> str:
     """Why a directory is no environment of this recipe and this headrace; empty if it is one."""
     marker = read_marker(directory)
@@ -174,10 +196,10 @@ def look_at(python: str) -> PythonFacts:
             timeout=LOOK_TIMEOUT_S,
             check=True,
         )
-        name, (major, minor), machine, libc, venv = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as exc:
+        told = msgspec.json.decode(done.stdout, type=_TOLD)
+    except (OSError, subprocess.SubprocessError, ValueError, msgspec.MsgspecError) as exc:
         raise Refused(f"{python} is no Python that runs here ({exc}); name another") from exc
-    return PythonFacts(python, name, (major, minor), machine, libc, venv)
+    return PythonFacts(python, *told)
 
 
 def check_python(recipe: Recipe, facts: PythonFacts) -> None:
@@ -216,12 +238,21 @@ def _dotted(version: tuple[int, int]) -> str:
 
 def check_directory(recipe: Recipe, directory: Path) -> None:
     """Refuse a directory that this recipe's setup did not make; an empty one is as good as none."""
-    if not directory.exists():
+    if not os.path.lexists(directory):
         return
     if not directory.is_dir():
-        raise Refused(f"{directory} is no directory; name another with --directory")
+        raise Refused(
+            f"{directory} is no directory; name another with --directory", field="directory"
+        )
     marker = read_marker(directory)
-    if marker is None and {path.name for path in directory.iterdir()} <= {LOCK, FRESH_MARKER}:
+    try:
+        names = set(os.listdir(directory))
+    except OSError as exc:
+        raise Refused(
+            f"{directory} cannot be read ({exc.strerror}); name another with --directory",
+            field="directory",
+        ) from exc
+    if marker is None and names <= {LOCK, FRESH_MARKER}:
         return
     if marker is None or marker.get("recipe") != recipe.name:
         raise Refused(
@@ -232,16 +263,45 @@ def check_directory(recipe: Recipe, directory: Path) -> None:
 
 
 def check_room(recipe: Recipe, directory: Path) -> None:
-    """Refuse a disk without room for the environment and for what is downloaded meanwhile."""
-    parent = directory
-    while not parent.exists():
-        parent = parent.parent
-    free = shutil.disk_usage(parent).free
+    """Refuse a disk without room for the environment and for what is downloaded meanwhile.
+
+    What an earlier setup left in the directory is removed first, so it counts as free.
+    """
+    free = shutil.disk_usage(_nearest(directory)).free + _disk_nbytes(directory)
     if free < recipe.room_nbytes:
         raise Refused(
             f"setting {recipe.name} up needs {recipe.room_nbytes / 1e9:.1f} GB in {directory}, "
             f"where {free / 1e9:.1f} GB are free; make room, or name another with --directory"
         )
+
+
+def check_writable(directory: Path) -> None:
+    """Refuse a directory that cannot be made, or written to; the trial leaves nothing behind."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".headrace-", dir=_nearest(directory)):
+            return
+    except OSError as exc:
+        raise Refused(
+            f"nothing can be written to {directory} ({exc.strerror}); name another with "
+            "--directory",
+            field="directory",
+        ) from exc
+
+
+def _nearest(directory: Path) -> Path:
+    """The directory, or what there is of the path to it."""
+    while not os.path.lexists(directory):
+        directory = directory.parent
+    return directory
+
+
+def _disk_nbytes(directory: Path) -> int:
+    nbytes = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError):  # a killed setup's pip may still be removing files
+                nbytes += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    return nbytes
 
 
 def read_marker(directory: Path) -> dict[str, Any] | None:

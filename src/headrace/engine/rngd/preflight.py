@@ -116,7 +116,8 @@ def check_version(interpreter: str) -> None:
             timeout=VERSION_TIMEOUT_S,
             check=True,
         )
-        _check_version(_last_line(done.stdout))
+        if found := _last_line(done.stdout):
+            _check_version(found)
 
 
 def _check_version(found: str) -> None:
@@ -243,6 +244,7 @@ def tell(asked: Asked) -> Iterator[Told]:
 def main(arguments: list[str] | None = None) -> int:
     """Make the probes and print how each went; exits 0 if all went well, else 1."""
     _end_with_starter()
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # started by hand it looks at the same
     parser = argparse.ArgumentParser(prog=MODULE)
     parser.add_argument("--json", action="store_true")
     for flag in ("--emulate", "--compile", "--share"):

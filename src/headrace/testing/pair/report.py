@@ -20,7 +20,8 @@ def write(report: dict[str, Any], directory: Path) -> None:
 
 def _markdown(report: dict[str, Any]) -> Iterator[str]:
     asked, stamp = report["asked"], report["stamp"]
-    yield f"# headrace check: {asked['source']} -> {asked['decoder']}"
+    emulated = " (emulated)" if asked.get("emulate") else ""
+    yield f"# headrace check: {asked['source']}{emulated} -> {asked['decoder']}"
     yield ""
     yield f"**{report['verdict']}** in {report['seconds']:.0f} s"
     yield ""
