@@ -82,6 +82,8 @@ def run(
     if options.temperature > 0 and options.seed is None:  # one for all routes
         options = replace(options, seed=secrets.randbits(32))
     config = _config(options, directory, longest, len(tokens))
+    emulated = is_emulated(config.source, config.source_options)
+    pair = pair_name(options.source, options.decoder, emulated=emulated)
     client = OwnerClient(config)
     results: dict[AskedRoute, RouteResult] = {}
     try:
@@ -89,14 +91,13 @@ def run(
         _run_routes(client, options, tokens, codec, results)
     except (HeadraceError, KeyboardInterrupt):
         if options.trace is not None and results:
-            _write_trace(options.trace, tokens, results)
+            _write_trace(options.trace, tokens, results, pair)
         raise
     finally:
         client.close()
-    emulated = is_emulated(config.source, config.source_options)
     status = _report(options, codec, tokens, results, emulated=emulated)
     if options.trace is not None:
-        _write_trace(options.trace, tokens, results)
+        _write_trace(options.trace, tokens, results, pair)
     return status
 
 
@@ -298,9 +299,11 @@ class RequestFailed(HeadraceError):
         self.result = result
 
 
-def _write_trace(path: Path, tokens: list[int], results: dict[AskedRoute, RouteResult]) -> None:
+def _write_trace(
+    path: Path, tokens: list[int], results: dict[AskedRoute, RouteResult], pair: str
+) -> None:
     runs = tuple(run_of(route, tokens, result) for route, result in results.items())
-    path.write_bytes(encode(Recording(runs=runs, stamp=stamp())))
+    path.write_bytes(encode(Recording(runs=runs, stamp=stamp() | {"pair": pair})))
 
 
 def _report(

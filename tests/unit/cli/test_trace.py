@@ -135,13 +135,15 @@ def test_what_a_run_records_is_read_back(tmp_path: Path) -> None:
     ended = Ended(0, "finished", "", "", run.measured, "", (), "", (), choice)
     result = RouteResult([1], ended, list(run.source), list(run.owner))
     path = tmp_path / "trace.json"
-    import_module("headrace.cli.run")._write_trace(path, [5, 6], {"auto": result})
+    pair = "rngd (emulated) -> cpu"
+    import_module("headrace.cli.run")._write_trace(path, [5, 6], {"auto": result}, pair)
     recording = read(path)
     (kept,) = recording.runs
     assert (kept.name, kept.route, kept.choice) == ("auto", "streamed", "a long prompt")
     assert (kept.num_tokens, kept.prompt) == (2, prompt_digest([5, 6]))
     assert (kept.source, kept.owner, kept.measured) == (run.source, run.owner, run.measured)
     assert recording.stamp["clock"] == "host CLOCK_MONOTONIC"
+    assert recording.stamp["pair"] == pair
 
 
 def test_a_route_that_was_asked_for_needs_no_choice() -> None:
