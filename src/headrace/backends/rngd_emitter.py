@@ -45,9 +45,7 @@ class _Announced:
 
 
 class Emitter:
-    """Reads and announces the cells of one attempt. Any call raises `Cancelled` as its sink does.
-
-    peak_in_flight: the most writers that waited for their reads at once.
+    """Reads and announces the cells of one attempt; any call raises `Cancelled` as its sink does.
     """
 
     def __init__(self, sink: PrefillSink, start: int, read: Read) -> None:
@@ -58,7 +56,6 @@ class Emitter:
         self._group_of: dict[int, Group] = {}
         self._filling: dict[int, _Announced] = {}
         self._waiting: deque[_Announced] = deque()
-        self.peak_in_flight = 0
 
     def begin(self, start: int, stop: int) -> None:
         """Positions [start, stop) are about to be computed."""
@@ -140,4 +137,3 @@ class Emitter:
 
     def _announce(self, filled: _Announced) -> None:
         self._waiting.append(filled)
-        self.peak_in_flight = max(self.peak_in_flight, len(self._waiting))

@@ -39,8 +39,8 @@ def check(config: Config) -> None:
     require(config, "head_dim", hidden // heads, absent=hidden // heads)
     if hidden % heads or config.get("quantization_config"):
         raise Refused(
-            "these kernels take a Llama with bf16 weights whose heads divide its hidden size; name a "
-            "release that is not quantised",
+            "these kernels take a Llama with bf16 weights whose heads divide its hidden size; name "
+            "a release that is not quantised",
             field="model",
         )
 

@@ -37,10 +37,6 @@ class Weights:
         self._stand_ins = stand_ins
         self._files: dict[Path, np.memmap] = {}
 
-    def names(self) -> list[str]:
-        """All names, sorted."""
-        return sorted(self._entries)
-
     def tensor(self, name: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         """A tensor as a kernel takes it; 32 and 16 bit floats are converted to each other.
 
