@@ -45,7 +45,7 @@ class _Announced:
 
 
 class Emitter:
-    """Reads and announces the cells of one attempt; any call raises `Cancelled` as its sink does."""
+    """Reads and announces the cells of one attempt. Any call may raise `Cancelled`."""
 
     def __init__(self, sink: PrefillSink, start: int, read: Read) -> None:
         self._sink = sink
