@@ -1,9 +1,9 @@
 """Kernels compiled for a card, kept on disk: each is compiled once, which may take minutes.
 
 A file holds what the vendor's `Runnable` serializes to. Its name is a digest of all that it depends
-on: the kernel's own text, which has the shapes in it, the versions of the packages, and the number
-of PEs. It is written in one step and checked when it is read, since the vendor's reader takes
-changed bytes for a program.
+on: the text that is compiled, which has the shapes in it, the versions of the packages, and the
+number of PEs. It is written in one step and checked when it is read, since the vendor's reader
+takes changed bytes for a program.
 
 The vendor's compiler keeps a cache of its own, in which a failure stays a failure after its cause
 is gone. It is given an empty directory for each compilation, which is thrown away.
@@ -99,7 +99,7 @@ class CompiledKernels:
         return inner
 
     def _path(self, kernel: Any, signature: Signature, fusion: int) -> Path:
-        text = hashlib.sha256(kernel.dsl.encode()).hexdigest()
+        text = hashlib.sha256(labelled(kernel.dsl).encode()).hexdigest()
         known = [self._sdk.name, sorted(self._sdk.versions.items()), fusion, text]
         digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
         return self._directory / f"{signature.name}-{digest}.kernel"

@@ -98,6 +98,17 @@ def test_what_it_depends_on_makes_another_file(tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 5
 
 
+def test_a_text_that_is_compiled_in_another_form_is_another_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Opened(tmp_path).load()
+    monkeypatch.setattr(compiled, "labelled", lambda dsl: f"{labelled(dsl)}\n")
+    again = Opened(tmp_path)
+    again.load()
+    assert again.num_compiled == 1
+    assert len(files(tmp_path)) == 2
+
+
 def test_a_kernel_of_which_some_arguments_are_placed_is_compiled_with_all_of_them_placed(
     tmp_path: Path,
 ) -> None:
