@@ -7,6 +7,7 @@ the head is left to the host, which multiplies one row by it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from headrace.engine.rngd.family import FULL, Config, Family, Geometry, Rope, number, require
@@ -77,21 +78,15 @@ FAMILY: Final = Family(
     overrides=overrides,
 )
 
-FAMILY_BF16: Final = Family(
-    model_type="qwen3",
-    module="qwen3",
+FAMILY_BF16: Final = replace(
+    FAMILY,
     variant="bf16",
-    chips=1,
     first="qwen3_embedding_8b_bf16_first_tokenwise",
     last="qwen3_embedding_8b_bf16_last_tokenwise_no_lm_head",
     mid={(FULL, FULL): "qwen3_embedding_8b_bf16_mid_tokenwise"},
     attention={FULL: "qwen3_embedding_8b_bf16_full_attention"},
     weights=WEIGHTS,
-    tied=STAND_INS,
+    quantised=False,
     head=HEAD,
-    ropes={"rope_table": rope},
     check=check_bf16,
-    geometry=geometry,
-    kinds=kinds,
-    overrides=overrides,
 )
