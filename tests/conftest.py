@@ -54,6 +54,17 @@ def nothing_left() -> Iterator[None]:
     assert (children(), open_fds(), sorted(os.listdir("/dev/shm"))) == before
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes in one thread: many of them make small kernels slow on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def rngd_python() -> str:
     """The interpreter of the vendor's environment, for tests marked `rngd_emulation`."""

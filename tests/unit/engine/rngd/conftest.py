@@ -1,16 +1,10 @@
-"""The engine's own number of threads: many of them make small kernels slow on a busy machine."""
+"""All tests here compute small kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread: None) -> None:
+    """See `one_thread`."""
