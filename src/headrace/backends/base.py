@@ -138,7 +138,8 @@ class Caps:
     their end; without it an owner refuses to start. device_events: fences are device events.
     decodes: whether `decode_step` computes anything. decode_batch: most entries that one decode
     step computes together; 1 is the exact mode, one sequence per forward. copies: how to feed a
-    device that copies by itself.
+    device that copies by itself. reads_back: whether `read` gives the very bytes that were sent,
+    which a cache of another number format cannot.
     """
 
     max_lanes: int
@@ -147,6 +148,7 @@ class Caps:
     decodes: bool = True
     decode_batch: int = 1
     copies: CopyTuning | None = None
+    reads_back: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,13 @@ def check_request(
             f"max_tokens is {options.max_tokens} and this decoder cannot decode; give 0 or 1",
             field="max_tokens",
         )
+    for name, asked in (("digest", options.digest), ("poison", options.poison)):
+        if asked and not decoder.caps.reads_back:
+            raise Refused(
+                f"{name} looks at the bytes as landed, and this decoder keeps its cache in another "
+                f"number format than the source's; leave {name} out, or have both of one",
+                field=name,
+            )
     if options.max_tokens > 0 and not options.hold:
         _check_sampling(options.sampling)
     if any(cut >= len(tokens) for cut in options.prefill_cuts):

@@ -1,0 +1,99 @@
+"""What a cast says of itself, and what it does to each value."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.engine.atom import number_format
+from headrace.engine.atom.casts import Cast
+from headrace.engine.tensors import DTYPES
+from headrace.errors import Refused
+
+FLOATS = ("float32", "float16", "bfloat16")
+CASTS = [
+    *(Cast(sent, kept, "declared") for sent, kept in itertools.product(FLOATS, FLOATS)),
+    *(Cast(sent, "float32", "custom_float16") for sent in FLOATS),
+    *(Cast(sent, kept, "converted") for sent, kept in itertools.product(FLOATS, FLOATS)),
+]
+SPECIAL = [0.0, -0.0, 1.0, -1.5, 65504.0, -65504.0, 2.0**-14, 1e-30, 3e38, math.inf, math.nan]
+
+
+def name(value: Any) -> str:
+    return value.name if isinstance(value, Cast) else str(value)
+
+
+def every_value(dtype: str) -> torch.Tensor:
+    """All finite values of a 16-bit dtype; of float32 a sample with the awkward ones."""
+    if dtype == "float32":
+        draw = torch.Generator().manual_seed(3)
+        scale = 2.0 ** torch.randint(-40, 40, (5000,), generator=draw)
+        return torch.cat([torch.randn(5000, generator=draw) * scale, torch.tensor(SPECIAL[:-2])])
+    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(DTYPES[dtype])
+    return values[values.isfinite()]
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=name)
+def test_a_cast_is_exact_just_if_it_keeps_every_finite_value(cast: Cast) -> None:
+    values = every_value(cast.sent)
+    stored = torch.empty(values.shape, dtype=cast.stored_dtype)
+    changed = cast.store(stored, values)
+    back = cast.load(stored)
+    assert back.dtype == values.dtype
+    assert cast.exact == bool((back == values).all())
+    assert (changed == 0) == cast.exact
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=name)
+def test_what_is_counted_is_what_came_back_otherwise(cast: Cast) -> None:
+    """By the stored value itself, where it has more values than what was sent."""
+    values = torch.cat([every_value(cast.sent), torch.tensor(SPECIAL).to(DTYPES[cast.sent])])
+    stored = torch.empty(values.shape, dtype=cast.stored_dtype)
+    changed = cast.store(stored, values)
+    if cast.number_format != "custom_float16":
+        kept = stored.to(torch.float64)
+    else:
+        wide = Cast("float32", "float32", "custom_float16")
+        kept = wide.load(stored).to(torch.float64)
+    differs = (kept != values.to(torch.float64)) & ~values.isnan()
+    assert changed == int(differs.sum())
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=name)
+def test_a_view_with_holes_is_written_in_place(cast: Cast) -> None:
+    """Token-major cells into head-major rows of a larger mirror; nothing beside them changes."""
+    mirror = torch.zeros(2, 3, 10, 4, dtype=cast.stored_dtype)
+    cells = torch.arange(1.0, 61.0).view(5, 3, 4).permute(1, 0, 2).to(DTYPES[cast.sent])
+    assert cast.store(mirror[1, :, 2:7], cells) == 0
+    assert torch.equal(cast.load(mirror[1, :, 2:7]), cells)
+    mirror[1, :, 2:7] = 0
+    assert not bool(mirror.any())
+
+
+def test_it_says_what_it_is() -> None:
+    assert Cast("bfloat16", "float32", "declared").name == "bfloat16 to float32: exact"
+    assert Cast("bfloat16", "float16", "declared").name == "bfloat16 to float16: lossy"
+    lossy = Cast("bfloat16", "float16", "custom_float16")
+    assert (lossy.name, lossy.stored) == ("bfloat16 to custom_float16: lossy", "custom_float16")
+
+
+@pytest.mark.parametrize("sent", FLOATS)
+def test_what_the_card_converts_is_a_value_of_its_own_before(sent: str) -> None:
+    """So what is fetched back is what was put there, and the card's rounding has no say."""
+    values = every_value(sent)
+    cast = Cast(sent, "float32", "converted")
+    stored = torch.empty(values.shape)
+    cast.store(stored, values)
+    assert number_format.count_changed(stored) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn", "int8"])
+def test_what_it_cannot_do_is_refused_by_name(dtype: str) -> None:
+    with pytest.raises(Refused, match=f"the source sends {dtype}"):
+        Cast(dtype, "float32", "declared")
+    with pytest.raises(Refused, match=f"the cache is {dtype}"):
+        Cast("float32", dtype, "custom_float16")
