@@ -20,6 +20,7 @@ NumberFormat: TypeAlias = Literal["declared", "custom_float16", "converted"]
 runtime's own 16-bit float; or of the declared dtype, which the runtime converts to its own by
 itself, so that only values of both are kept."""
 
+_PIECE: Final = 1 << 16  # elements that are cast at once, so that a CPU keeps them near
 _WIDENING: Final = {("bfloat16", "float32"), ("float16", "float32")}
 
 
@@ -75,26 +76,34 @@ class Cast:
         return DTYPES[self.sent]
 
     def store(self, target: torch.Tensor, cells: torch.Tensor) -> int:
-        """Write `cells` (of the sent dtype) to `target` (a mirror's rows of one shape with them).
+        """Write `cells` (of the sent dtype) to `target`, a mirror's rows of one shape with them,
+        [heads, positions, head_dim].
 
         Returns how many values were changed by the cast; 0 if it is exact.
         """
-        match self.number_format:
-            case "custom_float16":
-                changed = number_format.count_changed(cells)
-                target.copy_(number_format.encode(cells))
-                return changed
-            case (
-                "converted"
-            ):  # what is sent is a value of the card's own, or would be rounded there
-                rounded = number_format.decode(number_format.encode(cells), torch.float32)
-                target.copy_(rounded)
-            case "declared":
-                target.copy_(cells)
-                if self.exact:
-                    return 0
-        differs = (target.to(torch.float32) != cells.to(torch.float32)) & ~cells.isnan()
-        return int(differs.sum())
+        if self.exact:
+            target.copy_(cells)
+            return 0
+        heads, positions, head_dim = cells.shape
+        num = max(1, _PIECE // (heads * head_dim))
+        return sum(
+            self._store_lossy(target[:, at : at + num], cells[:, at : at + num])
+            for at in range(0, positions, num)
+        )
+
+    def _store_lossy(self, target: torch.Tensor, cells: torch.Tensor) -> int:
+        """By way of float32, which holds every value of either dtype."""
+        if self.number_format == "custom_float16":
+            target.copy_(number_format.encode(cells))
+            return number_format.count_changed(cells)
+        wanted = kept = cells.to(torch.float32)
+        if self.number_format == "converted":  # the card's own values, or it would round them
+            kept = number_format.decode(number_format.encode(cells), torch.float32)
+        target.copy_(kept)
+        back = target.to(torch.float32)
+        if torch.equal(back, wanted):
+            return 0
+        return int(torch.count_nonzero((back != wanted) & ~wanted.isnan()))
 
     def load(self, stored: torch.Tensor) -> torch.Tensor:
         """What `stored` (a mirror's rows) says, in the sent dtype."""

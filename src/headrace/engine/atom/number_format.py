@@ -51,7 +51,7 @@ def decode(patterns: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def count_changed(values: torch.Tensor) -> int:
     """How many of `values` are no values of the format: encoding changes them. NaNs are none."""
     if values.dtype in (torch.float16, torch.bfloat16):
-        return int(_looked_up(_is_changed(values.dtype), values).sum())
+        return int(np.count_nonzero(_looked_up(_is_changed(values.dtype), values).numpy()))
     back = decode(encode(values), torch.float32)
     return int(((back != values) & ~values.isnan()).sum())
 

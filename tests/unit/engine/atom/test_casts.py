@@ -28,13 +28,14 @@ def name(value: Any) -> str:
 
 
 def every_value(dtype: str) -> torch.Tensor:
-    """All finite values of a 16-bit dtype; of float32 a sample with the awkward ones."""
+    """All finite values of a 16-bit dtype, [1, n, 1]; of float32 a sample with awkward ones."""
     if dtype == "float32":
         draw = torch.Generator().manual_seed(3)
         scale = 2.0 ** torch.randint(-40, 40, (5000,), generator=draw)
-        return torch.cat([torch.randn(5000, generator=draw) * scale, torch.tensor(SPECIAL[:-2])])
+        drawn = torch.cat([torch.randn(5000, generator=draw) * scale, torch.tensor(SPECIAL[:-2])])
+        return drawn.view(1, -1, 1)
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(DTYPES[dtype])
-    return values[values.isfinite()]
+    return values[values.isfinite()].view(1, -1, 1)
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=name)
@@ -51,7 +52,8 @@ def test_a_cast_is_exact_just_if_it_keeps_every_finite_value(cast: Cast) -> None
 @pytest.mark.parametrize("cast", CASTS, ids=name)
 def test_what_is_counted_is_what_came_back_otherwise(cast: Cast) -> None:
     """By the stored value itself, where it has more values than what was sent."""
-    values = torch.cat([every_value(cast.sent), torch.tensor(SPECIAL).to(DTYPES[cast.sent])])
+    special = torch.tensor(SPECIAL).to(DTYPES[cast.sent]).view(1, -1, 1)
+    values = torch.cat([every_value(cast.sent), special], dim=1)
     stored = torch.empty(values.shape, dtype=cast.stored_dtype)
     changed = cast.store(stored, values)
     if cast.number_format != "custom_float16":
