@@ -281,6 +281,7 @@ IntervalKind: TypeAlias = Literal[
     "announced",
     "final",
     "granted",
+    "parked",
     "validated",
     "import",
     "neighbour",
@@ -297,7 +298,8 @@ class Interval(_Message, frozen=True, tag="interval"):
     """What one process or device did between two readings of its clock; an instant if they agree.
 
     Of a source: it computes what one progress message tells, writes its cells, has it announced,
-    has its final. Of an owner: it sent the grant, validated a progress message, imported one piece
+    has its final. Of an owner: it sent the grant, kept the attempt parked (from a grant without
+    storage until storage was had, or the end), validated a progress message, imported one piece
     (begun to fenced), decoded for a neighbour meanwhile, published, chose the first token, decoded
     the request's first step, heard the cancel, gave the terminal, had the storage back (drain).
 
@@ -329,8 +331,9 @@ class Measured(_Message, frozen=True, tag="measured"):
     """What one request took, in ns of the host's CLOCK_MONOTONIC and in bytes.
 
     last_group_ns: when the last layer group lay in the slot. import_ns: the time in which
-    imports of it were under way. decode_in_the_way_ns: decode steps of others between the
-    source-final time and publishing.
+    imports of it were under way. decode_in_the_way_ns: decode steps of others in the transfer tail.
+    storage_ns: when it had decoder storage, 0 where that is not known. parked_ns: for how long it
+    held a slot without storage.
     """
 
     submitted_ns: Count
@@ -348,6 +351,27 @@ class Measured(_Message, frozen=True, tag="measured"):
     imports: Count
     import_ns: Count
     decode_in_the_way_ns: Count
+    storage_ns: Count = 0
+    parked_ns: Count = 0
+
+    @property
+    def tail_begun_ns(self) -> int:
+        """When the transfer tail began: at the source-final time, or later, with the storage.
+
+        What is parked cannot be imported, so waiting for a lane is no part of what a hand-off adds.
+        A trace says the same by its intervals: `telemetry.clocks.Aligned.tail`.
+        """
+        return max(self.source_final_ns, self.storage_ns)
+
+    @property
+    def tail_ns(self) -> int:
+        """The transfer tail; below 0 if the readings have its end before its beginning."""
+        return self.published_ns - self.tail_begun_ns
+
+    @property
+    def tail_from_last_group_ns(self) -> int:
+        """The same from when the last layer group lay in the slot, or there was storage for it."""
+        return self.published_ns - max(self.last_group_ns, self.storage_ns)
 
 
 class RouteChoice(_Message, frozen=True, tag="choice"):

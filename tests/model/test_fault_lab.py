@@ -75,6 +75,25 @@ MACHINE_BUGS = (
 )
 
 
+ONE_LANE_BUGS = (
+    "the last slot is parked in",
+    "more is parked than the prefetch depth",
+    "parked although one with storage lacks a slot",
+    "a freed lane goes to a waiting hand-off first",
+    "the youngest is served first",
+    "a retry goes to the end of the queue",
+    "who is parked waits on for a lane",
+    "a lane is used twice",
+)
+
+# The lab's own mistake: a caller's cancel outran the end of an import whose digest nobody had asked
+# for, since a forged message brought it.
+SEEN_BROKEN = (
+    "c0=5;c1=5.0.4.1.0.0.2.0*7.3;s=3.0.3.0.0.1.1.2.0.0.1*4.0.1.0.1.0.2.2;d=0.0.1.0*3.1;"
+    "p1=0.2.1;l2=1.3.0.1.3.0.1.6.5;p2=0*19.1",
+)
+
+
 @cache
 def ran() -> Tally:
     return run_batch(SEED, NUM_SCHEDULES)
@@ -104,6 +123,61 @@ def test_every_outcome_and_cause_was_reached() -> None:
 @pytest.mark.parametrize("group", faults.GROUPS)
 def test_every_kind_of_fault_was_injected(group: faults.Group) -> None:
     assert set(faults.GROUPS[group]) <= set(ran().faults)
+
+
+@cache
+def ran_one_lane() -> Tally:
+    return run_batch(SEED, NUM_SCHEDULES // 3, one_lane=True)
+
+
+def test_no_schedule_of_one_lane_breaks_a_rule() -> None:
+    tally = ran_one_lane()
+    print(f"{tally.num_schedules} schedules, {dict(tally.parked)}")
+    assert not tally.findings
+    assert tally.num_schedules == len(tally.fingerprints)
+
+
+def test_one_lane_is_parked_for_and_imported_after_in_every_way() -> None:
+    parked = ran_one_lane().parked
+    assert parked["parked"] > NUM_SCHEDULES // 4
+    assert parked["got the lane"] > NUM_SCHEDULES // 6
+    for word in ("some cells told", "all told", "imports", "then published", "then retried"):
+        assert parked[word] >= NUM_SCHEDULES // 50, word
+    for end in ("cancelled", "retried", "deadline", "source-failed", "no-storage"):
+        assert parked[end], end
+    ended = sum(count for word, count in parked.items() if word in ends_of_the_lab())
+    assert parked["parked"] == parked["got the lane"] + ended
+    assert not {f"then {word}" for word in ends_of_the_lab()}.isdisjoint(parked)
+
+
+def ends_of_the_lab() -> set[str]:
+    return {cause.value for cause in Cause} | {"published", "retried"}
+
+
+def test_one_lane_draws_its_settings_and_a_replay_needs_no_word_of_it() -> None:
+    with planted(None):
+        for seed in range(SEED, SEED + 40):
+            choices = Choices(seed)
+            setting = Lab(choices, one_lane=True).setting
+            assert setting.tiny.lanes == 1
+            assert min(setting.slots) > 1 < len(setting.asked)
+            assert Lab(Choices(recorded=choices.recorded())).setting == setting
+        depths = {Lab(Choices(seed), one_lane=True).setting.tiny.depth for seed in range(40)}
+        assert depths == {0, 1, 2}
+        drawn = run_schedule(SEED, tracing=True, one_lane=True)
+        again = run_schedule(recorded=from_text(to_text(drawn.recorded)), tracing=True)
+        assert again.trace == drawn.trace
+
+
+@pytest.mark.parametrize("text", ONE_LANE_BUGS)
+def test_a_bug_of_one_lane_is_found_by_its_schedules(text: str) -> None:
+    assert hunt(find_bug(text), FOUND_WITHIN, one_lane=True).at is not None
+
+
+@pytest.mark.parametrize("text", SEEN_BROKEN)
+def test_a_schedule_that_broke_a_rule_once_breaks_none(text: str) -> None:
+    with planted(None):
+        assert run_schedule(recorded=from_text(text)).broken is None
 
 
 def test_messages_were_dropped_for_every_reason() -> None:
@@ -216,7 +290,10 @@ def test_a_schedule_without_the_bug_comes_to_rest(capsys: pytest.CaptureFixture[
     assert "no rule was broken" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["--replay", "nonsense"], ["--bug", "no such bug"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--replay", "nonsense"], ["--bug", "no such bug"], ["--one-lane", "--replay", "s=0.0.1"]],
+)
 def test_misuse_is_told_and_not_raised(
     arguments: Sequence[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,6 +307,7 @@ def test_a_record_is_stamped_and_adds_up(tmp_path: Path) -> None:
     total = run_record(60, SEED, out=out, tell=told.append)
     first, *batches, last = [json.loads(line) for line in out.read_text().splitlines()]
     assert first["claim"] == "fault-lab"
+    assert first["one_lane"] is False
     assert first["stamp"]["commit"] is not None
     assert (
         sum(batch["new"] for batch in batches) == last["distinct"] == len(total.fingerprints) >= 60
@@ -237,6 +315,25 @@ def test_a_record_is_stamped_and_adds_up(tmp_path: Path) -> None:
     assert sum(batch["steps"] for batch in batches) == last["steps"]
     assert last["violations"] == []
     assert len(told) == len(batches)
+
+
+def test_a_record_of_one_lane_tells_what_was_parked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "record.jsonl"
+    asked = ["--one-lane", "--schedules", "60", "--seed", str(SEED), "--out", str(out)]
+    assert main(asked) == 0
+    first, *_, last = [json.loads(line) for line in out.read_text().splitlines()]
+    assert first["one_lane"] is True
+    told = re.search(
+        r"^parked: .*\bparked (\d+), got the lane (\d+)", capsys.readouterr().out, re.M
+    )
+    assert told is not None
+    assert [int(count) for count in told.groups()] == [
+        last["parked"]["parked"],
+        last["parked"]["got the lane"],
+    ]
+    assert last["parked"]["imports"] > 0
 
 
 def test_jobs_run_the_same_schedules(tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def _serve(stand: Stand, setting: Setting, route: AskedRoute, in_flight: int) ->
         "kv_nbytes_per_s": kv_nbytes / elapsed_ns * 1e9,
         **{
             name: [each[name] for each in measured]
-            for name in ("ttft_ns", "tail_ns", "prefill_ns", "decode_in_the_way_ns")
+            for name in ("ttft_ns", "tail_ns", "prefill_ns", "decode_in_the_way_ns", "parked_ns")
         },
         "choices": choices,
         "pairing": stand.facts,

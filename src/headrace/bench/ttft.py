@@ -196,8 +196,8 @@ def measured_of(request: Request) -> dict[str, int]:
     return {
         "prefill_ns": measured.source_final_ns - measured.prefill_begun_ns,
         "ttft_ns": measured.first_token_ns - measured.submitted_ns,
-        "tail_ns": measured.published_ns - measured.source_final_ns,
-        "tail_from_last_group_ns": measured.published_ns - measured.last_group_ns,
+        "tail_ns": measured.tail_ns,
+        "tail_from_last_group_ns": measured.tail_from_last_group_ns,
         "kv_nbytes": measured.kv_nbytes,
         "last_group_nbytes": measured.last_group_nbytes,
         "nbytes_before_final": measured.nbytes_before_final,
@@ -205,4 +205,5 @@ def measured_of(request: Request) -> dict[str, int]:
         "imports": measured.imports,
         "import_ns": measured.import_ns,
         "decode_in_the_way_ns": measured.decode_in_the_way_ns,
+        "parked_ns": measured.parked_ns,
     }

@@ -32,13 +32,15 @@ def as_json(
     results: Mapping[Any, RouteResult],
     *,
     emulated: bool,
+    fake: bool,
 ) -> dict[str, Any]:
     """One object with stable keys; times in seconds, sizes in bytes, all times by the host clock.
 
     The keys of the top level are those of the route asked for, or of `streamed` for a comparison;
     `identical` is null unless routes were compared; then it is of all that was decoded, also after
     a stop string. `seed` is what was sampled with, drawn or given. `emulated` is whether the
-    source's kernels ran on the CPU in place of their device; its times then say nothing of one.
+    source's kernels ran on the CPU in place of their device, and `fake` whether the decoder ran on
+    a fake of its vendor's packages; times then say nothing of a device.
     """
     routes = {name: _figures(result, shown[name]) for name, result in results.items()}
     same = identical(results) if len(results) > 1 else None
@@ -48,6 +50,7 @@ def as_json(
         "prompt_tokens": len(prompt),
         "seed": seed,
         "emulated": emulated,
+        "fake": fake,
         **(routes.get(route) or routes["streamed"]),
         "identical": None if same is None else all(same.values()),
         "identical_parts": same,
@@ -86,7 +89,7 @@ def print_result(console: Console, result: RouteResult) -> None:
         return
     console.print(
         f"[dim]{len(result.tokens)} tokens  TTFT {_ms(_ttft(measured))}  prefill "
-        f"{_ms(_prefill(measured))}  transfer tail {_ms(_tail(measured))}  KV "
+        f"{_ms(_prefill(measured))}  transfer tail {_ms(measured.tail_ns)}  {_parked(measured)}KV "
         f"{_mb(measured.kv_nbytes)} in {measured.spans} spans[/dim]",
         soft_wrap=True,
     )
@@ -117,7 +120,7 @@ def print_comparison(
                 route,
                 _ms(_ttft(measured)).removesuffix(" ms"),
                 f"{_prefill(measured) / 1e6:.1f}",
-                f"{_tail(measured) / 1e6:.2f}",
+                f"{measured.tail_ns / 1e6:.2f}",
                 f"{measured.kv_nbytes / 1e6:.1f}",
                 str(measured.groups),
                 str(measured.spans),
@@ -191,8 +194,9 @@ def _figures(result: RouteResult, shown: Shown) -> dict[str, Any]:
         **base,
         "ttft_s": None if ttft_ns is None else ttft_ns / 1e9,
         "prefill_s": _prefill(measured) / 1e9,
-        "transfer_tail_s": _tail(measured) / 1e9,
-        "tail_from_last_group_s": (measured.published_ns - measured.last_group_ns) / 1e9,
+        "transfer_tail_s": measured.tail_ns / 1e9,
+        "tail_from_last_group_s": measured.tail_from_last_group_ns / 1e9,
+        "parked_s": measured.parked_ns / 1e9,
         "decode_in_the_way_s": measured.decode_in_the_way_ns / 1e9,
         "kv_bytes": measured.kv_nbytes,
         "groups": measured.groups,
@@ -214,8 +218,8 @@ def _prefill(measured: Measured) -> int:
     return measured.source_final_ns - measured.prefill_begun_ns
 
 
-def _tail(measured: Measured) -> int:
-    return measured.published_ns - measured.source_final_ns
+def _parked(measured: Measured) -> str:
+    return f"parked {_ms(measured.parked_ns)}  " if measured.parked_ns else ""
 
 
 def _ms(nanoseconds: int | None) -> str:

@@ -4,10 +4,17 @@ Storage first, then slot. A freed lane goes to the oldest parked hand-off before
 free slot goes to the oldest hand-off that holds storage without one; only when there is none may
 the oldest waiting hand-off be parked, that is, hold a slot without storage. So nobody waits for a
 slot that a parked hand-off holds while that one waits for his storage: opposite holdings, and with
-them deadlock, cannot arise. At most min(prefetch depth, slots - 1) are parked.
+them deadlock, cannot arise. At most min(prefetch depth, slots - 1) are parked; depth 0 is no
+prefetch.
 
 A retry keeps its storage, and so outranks new parking. It goes to another source than the one that
 failed it, if one is in service. A local attempt goes to the owner's own engine and nowhere else.
+
+Fairness: first come, first served, by submission. Nobody gets a lane before an older request that
+could have had it. Only a request without a slot can be overtaken, by those that hold one: because
+no slot that was free fitted it (it is local, or avoids the source), or because its source failed it
+while it was parked. It waits on in the place of its submission, and since those before it are at
+most as many as may be parked and no one younger is parked while a slot fits it, its turn comes.
 """
 
 from __future__ import annotations

@@ -62,7 +62,10 @@ class Active:
     def retry(self, reason: str) -> None:
         """The attempt failed and is quiet: the next one goes on, with its storage if it has any."""
         self.request.attempts.append(reason)
+        storage_ns = self.record.storage_ns
         self._begin(self.attempt.next)
+        if storage_ns:
+            self.record.reserved(storage_ns)
 
     @property
     def the_plan(self) -> Plan:

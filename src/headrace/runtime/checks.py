@@ -136,8 +136,14 @@ def check_bounds(
     chunk_nbytes: int | None,
     budget_nbytes: int | None,
     import_share: float,
+    prefetch_depth: int,
 ) -> None:
     """Refuse bounds of an owner that would bound nothing, by their names."""
+    if prefetch_depth < 0:
+        raise Refused(
+            f"prefetch_depth is {prefetch_depth}; it is a number of requests, and 0 for none",
+            field="prefetch_depth",
+        )
     for name, seconds in (
         ("progress_timeout_s", progress_timeout_s),
         ("drain_timeout_s", drain_timeout_s),

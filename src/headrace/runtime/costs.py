@@ -152,8 +152,7 @@ class Costs:
         elif sample.alone:
             self.knows_whole = True
             if plan.nbytes >= LEAST_NBYTES:
-                tail_ns = measured.published_ns - measured.source_final_ns
-                writing_ns = max(0.0, tail_ns - measured.import_ns - self.fixed_ns)
+                writing_ns = max(0.0, measured.tail_ns - measured.import_ns - self.fixed_ns)
                 self.write_ns_per_byte.add(writing_ns / plan.nbytes)
         cut, compute_ns = options.prefill_chunk, max(0.0, prefill_ns)
         self.prefills.append(Prefilled(plan.num_tokens, cut, compute_ns, whole))

@@ -60,6 +60,8 @@ class DecoderOwner(OperatedShell):
     ) -> None:
         """`context`: the longest prompt plus its tokens, in positions, that a lane holds.
 
+        `prefetch_depth`: how many requests may be prefilled into their slots while no lane is free
+        for them; 0 turns that off.
         `progress_timeout_s`: how long a running source may be silent. `drain_timeout_s`: how long
         one may keep a slot that is no longer wanted before it is ended, and how long an import may
         take to be fenced. `chunk_nbytes`: what an import is cut into, by default 8 MiB where
@@ -74,7 +76,8 @@ class DecoderOwner(OperatedShell):
             Refused: the decoder has no ordered, fenceable copy, `local` does not fit it, or a bound
             is none.
         """
-        check_bounds(progress_timeout_s, drain_timeout_s, chunk_nbytes, budget_nbytes, import_share)
+        timeouts = progress_timeout_s, drain_timeout_s
+        check_bounds(*timeouts, chunk_nbytes, budget_nbytes, import_share, prefetch_depth)
         if not decoder.caps.ordered_copy:
             raise Refused("this decoder has no ordered copy with a fence; it cannot own a cache")
         self.context = context

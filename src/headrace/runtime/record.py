@@ -40,7 +40,10 @@ class Record:
         self._num_spans = 0
         self.num_groups = 0
         self._steps: deque[tuple[int, int]] = deque(maxlen=_KEPT_STEPS)
-        self._in_the_way_ns = 0  # steps of others after the final
+        self._in_the_way_ns = 0  # steps of others in the tail
+        self._storage_ns = 0
+        self._parked_since_ns = 0  # while it is parked
+        self._parked_ns = 0
         self._num_traced_steps = 0
         self.nbytes_imported = 0
         self._lanes = request.trace
@@ -55,9 +58,24 @@ class Record:
         """All of the prompt was kept: the source-final input was there when it was submitted."""
         self._prefill_begun_ns = self._final_ns = self._last_group_ns = self._submitted_ns
 
-    def granted(self, *, local: bool) -> None:
-        """The prefill was granted to a source, or to the owner's own engine."""
+    def granted(self, *, local: bool, parked: bool = False) -> None:
+        """The prefill was granted to a source, or to the owner's own engine.
+
+        `parked`: it has a slot from now on, and no storage yet.
+        """
         self._instant("granted", LOCAL_GRANT if local else REMOTE_GRANT)
+        if parked:
+            self._parked_since_ns = time.monotonic_ns()
+
+    def reserved(self, at_ns: int | None = None) -> None:
+        """It has storage, from now on, or since the attempt before this one had it."""
+        self._storage_ns = time.monotonic_ns() if at_ns is None else at_ns
+        self._unpark("storage", self._storage_ns)
+
+    @property
+    def storage_ns(self) -> int:
+        """Since when it has storage; 0 if it has none."""
+        return self._storage_ns
 
     def heard(self, message: AttemptMessage, plan: Plan | None) -> None:
         """The owner took in what the source told."""
@@ -74,7 +92,8 @@ class Record:
         elif isinstance(message, SourceFinal):
             self._prefill_begun_ns = message.begun_ns
             self._final_ns = message.ready_ns
-            self._in_the_way_ns = sum(self._after_final_ns(*step) for step in self._steps)
+            if not self._parked_since_ns:
+                self._in_the_way_ns = sum(self._in_the_tail_ns(*step) for step in self._steps)
             if self._trace:
                 now_ns = time.monotonic_ns()
                 self._lanes.source.append((message, 0))
@@ -96,12 +115,12 @@ class Record:
         self._owner("import", piece, begun_ns, ended_ns, nbytes, ran)
 
     def neighbour_decoded(self, begun_ns: int, ended_ns: int) -> None:
-        """The owner decoded for others; what of it lies after the final stood in the way."""
+        """The owner decoded for others; what of it lies in the tail stood in the way."""
         if self._published_ns or self._ended_ns:
             return
         self._steps.append((begun_ns, ended_ns))
-        if self._final_ns:
-            self._in_the_way_ns += self._after_final_ns(begun_ns, ended_ns)
+        if self._final_ns and not self._parked_since_ns:
+            self._in_the_way_ns += self._in_the_tail_ns(begun_ns, ended_ns)
         if self._num_traced_steps < _TRACED_STEPS * (4 if self._final_ns else 1):
             self._num_traced_steps += 1
             self._owner("neighbour", "decode step of another", begun_ns, ended_ns)
@@ -129,6 +148,7 @@ class Record:
     def ended(self, outcome: str, cause: str) -> None:
         """The request was given its terminal."""
         self._ended_ns = time.monotonic_ns()
+        self._unpark("no storage", self._ended_ns)
         name = f"{outcome}: {cause}" if cause else outcome
         self._owner("ended", name, self._ended_ns, self._ended_ns)
 
@@ -156,10 +176,18 @@ class Record:
             imports=len(self._imports),
             import_ns=self._import_ns,
             decode_in_the_way_ns=self._in_the_way_ns,
+            storage_ns=self._storage_ns,
+            parked_ns=self._parked_ns,
         )
 
-    def _after_final_ns(self, begun_ns: int, ended_ns: int) -> int:
-        return max(0, ended_ns - max(begun_ns, self._final_ns))
+    def _unpark(self, what: str, now_ns: int) -> None:
+        since_ns, self._parked_since_ns = self._parked_since_ns, 0
+        if since_ns:
+            self._parked_ns = now_ns - since_ns
+            self._owner("parked", what, since_ns, now_ns)
+
+    def _in_the_tail_ns(self, begun_ns: int, ended_ns: int) -> int:
+        return max(0, ended_ns - max(begun_ns, self._final_ns, self._storage_ns))
 
     def _instant(self, kind: IntervalKind, name: str) -> None:
         now_ns = time.monotonic_ns()

@@ -191,6 +191,7 @@ class Shell(ImportShell):
         active = self._active[command.attempt]
         try:
             active.held = self._keeping.reserve(active.found, command.num_tokens)
+            active.record.reserved()
         except WouldBlock as exc:
             self._fail_later(active, exc, refused=True)
         except ReserveFailed as exc:
@@ -278,7 +279,8 @@ class Shell(ImportShell):
         identity = command.attempt, command.slot, command.generation
         if isinstance(handle, LocalSource) and active.found is not None:
             handle.continue_from(active.found.prompt.kept)
-        active.record.granted(local=isinstance(handle, LocalSource))
+        parked = active.held is None and not active.broken
+        active.record.granted(local=isinstance(handle, LocalSource), parked=parked)
         told = grant(*identity, plan.num_tokens, options, active.start, active.cuts)
         self._send(command.source, told)
 

@@ -33,6 +33,7 @@ _LANES: Final[tuple[tuple[str, Side | None, tuple[IntervalKind, ...]], ...]] = (
     ("source's device, copying", "device", ("write",)),
     ("source, messages", None, ("announced", "final")),
     ("owner, messages", None, ("validated",)),
+    ("owner, parked", None, ("parked",)),
     ("owner", "host", ("import", "neighbour", "decode", "drain")),
     ("owner's device", "device", ("import", "neighbour", "decode", "drain")),
 )
@@ -93,7 +94,8 @@ def _events(pid: int, run: Aligned, ids: Iterator[int]) -> Iterator[Event]:
     numbers = count(1)
     for lane, clock, kinds in _LANES:
         intervals = [each for each in run.of(*kinds) if clock in (None, side_of(each))]
-        for index, row in enumerate(tracks(intervals) or [[]] * (clock != "device")):
+        always = clock != "device" and lane != "owner, parked"
+        for index, row in enumerate(tracks(intervals) or [[]] * always):
             tid = next(numbers)
             yield _meta(pid, tid, "thread_name", lane if not index else f"{lane} ({index + 1})")
             yield {**_meta(pid, tid, "thread_sort_index", ""), "args": {"sort_index": tid}}

@@ -84,11 +84,21 @@ class Aligned:
         return self.moment_ns("published")
 
     @property
+    def parked(self) -> Interval | None:
+        """While it held a slot and waited for storage."""
+        return max(self.of("parked"), key=lambda each: each.ended_ns, default=None)
+
+    @property
     def tail(self) -> Stretch | None:
-        """From the source-final time to publishing, if the readings have them in that order."""
-        begun_ns, ended_ns = self.final_ns, self.published_ns
-        if begun_ns is None or ended_ns is None or not self.clock.comparable:
+        """From the later of the source-final time and the end of parking to publishing.
+
+        None if the readings do not have them in that order. What was measured of a request says the
+        same: `messages.Measured.tail_ns`.
+        """
+        final_ns, ended_ns = self.final_ns, self.published_ns
+        if final_ns is None or ended_ns is None or not self.clock.comparable:
             return None
+        begun_ns = max(final_ns, 0 if self.parked is None else self.parked.ended_ns)
         return (begun_ns, ended_ns) if begun_ns <= ended_ns else None
 
     def moment_ns(self, kind: IntervalKind) -> int | None:

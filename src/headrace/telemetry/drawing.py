@@ -42,6 +42,7 @@ _ROWS: Final[tuple[tuple[str, Side | None, tuple[IntervalKind, ...]], ...]] = (
     ("source writes", "host", ("write",)),
     ("device copies out", "device", ("write",)),
     ("messages", None, ("announced", "validated")),
+    ("parked", None, ("parked",)),
     ("owner imports", "host", ("import",)),
     ("device imports", "device", ("import",)),
     ("others decode", None, ("neighbour",)),

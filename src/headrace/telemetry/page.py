@@ -20,6 +20,7 @@ LONG_AFTER: Final = 1.3  # what follows the first token may stretch a drawing by
 _BARS: Final[dict[IntervalKind, str]] = {
     "compute": "the source computes a layer group",
     "write": "it writes the group into the slot",
+    "parked": "parked: it holds its slot and waits for the lane",
     "import": "the owner imports a piece",
     "neighbour": "the owner decodes a step of others",
     "decode": "its own first decode step",

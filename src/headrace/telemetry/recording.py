@@ -18,12 +18,16 @@ from msgspec import Struct, field
 from headrace.errors import Refused
 from headrace.messages import Interval, IntervalKind, Measured
 
-VERSION: Final = 2
-"""Version 1 has no errors of device clocks in its intervals: they are read as 0, by the host."""
+VERSION: Final = 3
+"""Version 2 does not tell when there was storage, and for how long a request was parked: both are
+read as 0, and a tail counts the waiting for a lane. Version 1 has no errors of device clocks in its
+intervals either: they are read as 0, by the host.
+"""
 
 SOURCE_KINDS: Final[tuple[IntervalKind, ...]] = ("compute", "write", "announced", "final")
 OWNER_KINDS: Final[tuple[IntervalKind, ...]] = (
     "granted",
+    "parked",
     "validated",
     "import",
     "neighbour",
@@ -46,28 +50,28 @@ _COLUMNS = {
     "interval": ("", *Interval.__struct_fields__),
     "measured": ("", *Measured.__struct_fields__),
 }
+_INTERVAL_1: Final = ("", "kind", "name", "begun_ns", "ended_ns", "nbytes", "clock")
+_MEASURED_1: Final = (
+    "",
+    "submitted_ns",
+    "prefill_begun_ns",
+    "source_final_ns",
+    "last_group_ns",
+    "published_ns",
+    "first_token_ns",
+    "ended_ns",
+    "kv_nbytes",
+    "nbytes_before_final",
+    "last_group_nbytes",
+    "spans",
+    "groups",
+    "imports",
+    "import_ns",
+    "decode_in_the_way_ns",
+)
 _COLUMNS_OF: Final = {
-    1: {
-        "interval": ("", "kind", "name", "begun_ns", "ended_ns", "nbytes", "clock"),
-        "measured": (
-            "",
-            "submitted_ns",
-            "prefill_begun_ns",
-            "source_final_ns",
-            "last_group_ns",
-            "published_ns",
-            "first_token_ns",
-            "ended_ns",
-            "kv_nbytes",
-            "nbytes_before_final",
-            "last_group_nbytes",
-            "spans",
-            "groups",
-            "imports",
-            "import_ns",
-            "decode_in_the_way_ns",
-        ),
-    },
+    1: {"interval": _INTERVAL_1, "measured": _MEASURED_1},
+    2: {"interval": (*_INTERVAL_1, "error_ns"), "measured": _MEASURED_1},
     VERSION: _COLUMNS,
 }
 

@@ -31,8 +31,9 @@ class Report:
     prefill ended. alone_ns: T, the time that the same import takes alone, and where it is from.
     bound: the share of all bytes but those of the last layer group. saved_ns: how much sooner the
     first token was there than on the whole route, whose tail is whole_tail_ns. parts_ns: the tail,
-    part by part; they add up to it. cancel_ns: from the grant to the cancel. drain_ns: from the
-    terminal until the storage was free.
+    part by part; they add up to it. parked_ns: for how long it held a slot without storage, no part
+    of the tail; None if it had storage first. cancel_ns: from the grant to the cancel.
+    drain_ns: from the terminal until the storage was free.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Report:
     saved_ns: int | None
     whole_tail_ns: int | None
     parts_ns: dict[Part, int]
+    parked_ns: int | None
     cancel_ns: int | None
     drain_ns: int | None
 
@@ -114,6 +116,7 @@ def report_of(run: Aligned, among: Iterable[Aligned] = ()) -> Report:
         saved_ns=None if whole is None else _saved_ns(run, whole),
         whole_tail_ns=None if whole is None else _length_of(whole.tail),
         parts_ns=_parts_ns(run),
+        parked_ns=None if run.parked is None else run.parked.ended_ns - run.parked.begun_ns,
         cancel_ns=_between(_first_ns(run.of("granted")), _first_ns(run.of("cancel"))),
         drain_ns=_drain_ns(run),
     )
@@ -159,9 +162,14 @@ def _alone(run: Aligned, whole: Aligned | None) -> tuple[int | None, Alone | Non
 
 
 def _saved_ns(run: Aligned, whole: Aligned) -> int | None:
-    """How much sooner than on the whole route the first token was there, from each submission."""
+    """How much sooner than on the whole route the first token was there, from each submission.
+
+    None where one of the two was parked: it waited for whoever had the lane.
+    """
     ours, theirs = run.run.measured, whole.run.measured
     if run.run.route == "whole" or ours is None or theirs is None:
+        return None
+    if run.parked is not None or whole.parked is not None:
         return None
     if not ours.first_token_ns or not theirs.first_token_ns:
         return None
@@ -197,7 +205,10 @@ def _early_nbytes(run: Aligned) -> int | None:
 
 
 def _from_last_group_ns(run: Aligned) -> int | None:
-    return _between(run.last_group_ns, run.published_ns)
+    last_ns = run.last_group_ns
+    if last_ns is not None and run.parked is not None:
+        last_ns = max(last_ns, run.parked.ended_ns)
+    return _between(last_ns, run.published_ns)
 
 
 def _parts_ns(run: Aligned) -> dict[Part, int]:

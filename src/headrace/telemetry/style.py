@@ -8,7 +8,7 @@ STYLE: Final = """
 :root {
   --ground: #ffffff; --text: #1b1f24; --muted: #59636e; --rule: #d8dde3;
   --compute: #4473a8; --compute-odd: #86abd6; --write: #1f8a7d; --both: #32809a;
-  --import: #d9691a;
+  --import: #d9691a; --parked: #cfc7b3;
   --neighbour: #8257ad; --decode: #558b2f; --drain: #9aa1a9; --messages: #c39a00;
   --rest: #7d858e; --tail: rgba(214, 58, 58, 0.13);
   --final: #d1242f; --published: #1a7f37; --first-token: #0969da; --cancel: #1b1f24;
@@ -17,7 +17,7 @@ STYLE: Final = """
   :root {
     --ground: #15181c; --text: #e6e9ec; --muted: #9ba5b0; --rule: #363d46;
     --compute: #5f97d6; --compute-odd: #37618f; --write: #45bfb0; --both: #4fa9c6;
-    --import: #f2944a;
+    --import: #f2944a; --parked: #5c563f;
     --neighbour: #b28be0; --decode: #8cc765; --drain: #6b737c; --messages: #e2bd3a;
     --rest: #8b949e; --tail: rgba(255, 110, 110, 0.2);
     --final: #ff7b72; --published: #56d364; --first-token: #79b8ff; --cancel: #ffffff;
@@ -45,6 +45,7 @@ rect { stroke-width: 1px; }
 .write { fill: var(--write); stroke: var(--write); background: var(--write); }
 .write.both { fill: var(--both); stroke: var(--both); background: var(--both); }
 .import, .importing { fill: var(--import); stroke: var(--import); background: var(--import); }
+.parked { fill: var(--parked); stroke: var(--parked); background: var(--parked); }
 .neighbour, .neighbours {
   fill: var(--neighbour); stroke: var(--neighbour); background: var(--neighbour);
 }

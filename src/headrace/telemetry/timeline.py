@@ -17,6 +17,7 @@ from headrace.telemetry.times import Stretch
 _SHADES: Final = "█▓"
 _BARS: Final[dict[IntervalKind, tuple[str, str]]] = {  # the later ones are drawn over the others
     "drain": ("-", "drains"),
+    "parked": ("░", "parked"),
     "neighbour": ("·", "others decode"),
     "import": ("▄", "imports"),
 }

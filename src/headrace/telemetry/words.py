@@ -38,6 +38,7 @@ def figures(report: Report) -> list[tuple[str, str]]:
         ("source", _source(report)),
         overlap(report),
         ("imported early", _early(report)),
+        ("parked", _parked(report)),
         ("transfer tail", _tail(report)),
         ("hidden share", _hidden(report)),
         ("TTFT saved", _saved(report)),
@@ -148,6 +149,7 @@ def as_object(report: Report) -> dict[str, Any]:
         "hidden_share_bound": report.bound,
         "ttft_saved_s": _seconds(report.saved_ns),
         "whole_route_tail_s": _seconds(report.whole_tail_ns),
+        "parked_s": _seconds(report.parked_ns),
         "cancelled_after_s": _seconds(report.cancel_ns),
         "drain_s": _seconds(report.drain_ns),
     }
@@ -183,12 +185,19 @@ def _early(report: Report) -> str:
     return f"{within} before the prefill ended{share and f' ({share})'}"
 
 
+def _parked(report: Report) -> str:
+    if report.parked_ns is None:
+        return ""
+    return f"{_ms(report.parked_ns)} in its slot, waiting for the lane: no part of the tail"
+
+
 def _tail(report: Report) -> str:
     if report.tail_ns is None:
         return f"n/a: {_why_no_tail(report)}"
     last = report.tail_from_last_group_ns
     since = "" if last is None else f"; {_ms(last)} from the end of the last layer group"
-    return f"{_ms(report.tail_ns)} from the end of the prefill to publishing{since}"
+    parked = "" if report.parked_ns is None else ", or of parking if that was later,"
+    return f"{_ms(report.tail_ns)} from the end of the prefill{parked} to publishing{since}"
 
 
 def _why_no_tail(report: Report) -> str:

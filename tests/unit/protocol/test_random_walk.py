@@ -44,18 +44,23 @@ def options_of(attempt: AttemptId) -> Prefill:
 class Walk:
     """One run of random steps, of which `faults` in a hundred are faults."""
 
+    owner_type = Owner
+    most_lanes = 3
+
     def __init__(self, seed: int, faults: int) -> None:
         self.random = random.Random(seed)
         self.faults = faults
         limits = Limits(
-            num_lanes=self.random.randint(1, 3),
+            num_lanes=self.random.randint(1, self.most_lanes),
             context=CONTEXT,
             prefetch_depth=self.random.randint(0, 2),
             chunk_nbytes=self.random.choice([1, 100, 1 << 20]),
             progress_timeout_ns=400,
             drain_timeout_ns=30,
         )
-        self.ends = Ends(Owner(EPOCH, limits), lambda n, _: make_plan(n, *KINDS), options_of)
+        self.ends = Ends(
+            self.owner_type(EPOCH, limits), lambda n, _: make_plan(n, *KINDS), options_of
+        )
         self.policies: list[FailurePolicy] = []
         self.num_reinstated = 0
         if self.random.random() < 0.5:

@@ -132,6 +132,29 @@ def local(**more: Any) -> Run:
     return msgspec.structs.replace(run, owner=(first, *run.owner[1:]))
 
 
+def parked(**more: Any) -> Run:
+    """All three groups lie in the slot while another decodes; they are imported once it is over.
+
+    It is parked in [0, 6000) us, so that its tail is [6000, 6800): 600 importing, 200 the rest.
+    """
+    run = streamed()
+    heard = [each for each in run.owner if each.kind == "validated"]
+    names = [each.name for each in heard]
+    owner = (
+        at("granted", 0, name="prefill"),
+        *heard,
+        at("neighbour", 3_300, 6_000, name="decode step of another"),
+        at("parked", 0, 6_000, name="storage"),
+        *(
+            at("import", 6_000 + 200 * n, 6_200 + 200 * n, name=names[n], nbytes=1_000)
+            for n in range(3)
+        ),
+        at("published", 6_800, name="entry"),
+        at("first_token", 6_900, name="token"),
+    )
+    return msgspec.structs.replace(run, **{"name": "parked", "owner": owner} | more)
+
+
 def cancelled(**more: Any) -> Run:
     """Withdrawn in its second layer group: nothing was published."""
     owner = (

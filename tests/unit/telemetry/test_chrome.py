@@ -21,6 +21,7 @@ from tests.unit.telemetry.scenes import (
     moved,
     on,
     on_devices,
+    parked,
     several,
     streamed,
     whole,
@@ -209,3 +210,10 @@ def test_nothing() -> None:
     run = streamed(source=(), owner=(), measured=measured(kv_nbytes=0))
     assert {event["ph"] for event in events(run)} == {"M"}
     assert events() == []
+
+
+def test_parking_has_a_lane_of_its_own_where_there_is_any() -> None:
+    found = [e for e in events(streamed(), parked()) if e["name"] == "thread_name"]
+    mine = [e["args"]["name"] for e in found if e["pid"] == 2]
+    assert mine == ["source", "source, messages", "owner, messages", "owner, parked", "owner"]
+    assert "owner, parked" not in [e["args"]["name"] for e in found if e["pid"] == 1]

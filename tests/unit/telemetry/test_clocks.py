@@ -7,7 +7,16 @@ from msgspec.structs import replace
 
 from headrace.telemetry.clocks import ClockCheck, align, check_clocks, pairs
 from headrace.telemetry.recording import Run
-from tests.unit.telemetry.scenes import US, at, cancelled, moved, on, streamed, whole
+from tests.unit.telemetry.scenes import (
+    US,
+    at,
+    cancelled,
+    moved,
+    on,
+    parked,
+    streamed,
+    whole,
+)
 
 SECOND = 1_000_000_000
 FORWARD_US, BACKWARD_US = 100, 30  # of `streamed`: grant to first computing, fastest message
@@ -138,3 +147,10 @@ def test_there_is_no_tail_backwards() -> None:
     early = align(replace(run, owner=(*owner, at("published", 3_200))))
     assert early.tail is not None
     assert early.tail[0] == early.tail[1]
+
+
+def test_a_tail_begins_when_there_is_storage() -> None:
+    run = align(parked())
+    assert run.parked is not None
+    assert run.tail == (run.parked.ended_ns, run.published_ns)
+    assert align(streamed()).parked is None

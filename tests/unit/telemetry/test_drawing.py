@@ -25,6 +25,7 @@ from tests.unit.telemetry.scenes import (
     landed,
     on,
     on_devices,
+    parked,
     several,
     streamed,
     whole,
@@ -174,3 +175,13 @@ def test_ticks_count_from_the_grant(begun_us: float, ended_us: float, ticks: lis
 def test_escape_leaves_other_text_alone() -> None:
     assert escape("été \n\t ☃ 𝄞") == "été \n\t ☃ 𝄞"
     assert escape('"<&>') == "&quot;&lt;&amp;&gt;"
+
+
+def test_parking_has_a_row_of_its_own_where_there_is_any() -> None:
+    rows = [row.label for row in rows_of(align(parked()))]
+    assert rows.index("messages") + 1 == rows.index("parked") == rows.index("owner imports") - 1
+    assert "parked" not in [row.label for row in rows_of(align(streamed()))]
+    (waited,) = drawn(parked(), 0, 10_000).findall("rect[@class='parked']")
+    (tail,) = drawn(parked(), 0, 10_000).findall("rect[@class='tail']")
+    assert (float(waited.attrib["x"]), float(waited.attrib["width"])) == (0, 600)
+    assert (float(tail.attrib["x"]), float(tail.attrib["width"])) == (600, 80)

@@ -28,12 +28,13 @@ from tests.unit.telemetry.scenes import (
     moved,
     on,
     on_devices,
+    parked,
     several,
     streamed,
     whole,
 )
 
-RUNS = (streamed(), whole(), cancelled(), several(), on_devices())
+RUNS = (streamed(), whole(), cancelled(), several(), on_devices(), parked())
 UNPAIRED = ("announced", "validated")
 
 
@@ -90,6 +91,8 @@ def test_the_tail_is_drawn_again_alone() -> None:
         "the whole request, ms",
         "the tail, magnified, ms",
         "the whole request, ms",
+        "the whole request, ms",
+        "the tail, magnified, ms",
         "the whole request, ms",
         "the tail, magnified, ms",
         "the whole request, ms",
@@ -234,3 +237,10 @@ def test_any_readings_make_a_page(run: Run) -> None:
             for name in ("x", "x1", "x2"):
                 assert 0 <= float(shape.attrib.get(name, 0)) <= WIDTH
             assert float(shape.attrib.get("width", 0)) >= 0
+
+
+def test_the_legend_tells_of_parking_where_there_is_any() -> None:
+    word = "parked: it holds its slot and waits for the lane"
+    assert word in shown(parked())
+    assert word not in shown(streamed())
+    assert ".parked {" in STYLE

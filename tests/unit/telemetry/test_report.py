@@ -17,6 +17,7 @@ from tests.unit.telemetry.scenes import (
     moved,
     on,
     on_devices,
+    parked,
     several,
     streamed,
     whole,
@@ -202,3 +203,37 @@ def test_what_may_be_claimed_is_told_of_two_processes_on_one_clock_only() -> Non
 def test_a_device_tells_computing_from_writing() -> None:
     told = report(on("device", several(), "write"))
     assert (told.both_ns, told.write_ns) == (0, 2_600 * US)
+
+
+def test_waiting_for_a_lane_is_no_part_of_the_tail() -> None:
+    told = report(parked(), whole())
+    assert told.parked_ns == 6_000 * US
+    assert told.tail_ns == 800 * US == sum(told.parts_ns.values())
+    assert (told.parts_ns["importing"], told.parts_ns["neighbours"]) == (600 * US, 0)
+    assert told.tail_from_last_group_ns == 800 * US
+    assert told.hidden_share == 1 - 800 / 1_200
+    assert report(streamed()).parked_ns is None
+
+
+def test_a_tail_begins_with_the_prefill_s_end_where_parking_ended_before() -> None:
+    run = parked()
+    early = [replace(e, ended_ns=e.begun_ns + 1) if e.kind == "parked" else e for e in run.owner]
+    told = report(replace(run, owner=tuple(early)))
+    assert (told.parked_ns, told.tail_ns) == (1, 3_600 * US)
+    assert told.tail_from_last_group_ns == 3_590 * US
+
+
+def test_nothing_is_saved_or_lost_by_waiting_for_a_lane() -> None:
+    """TTFT counts from the submission, and so does whatever held the lane."""
+    times = {"submitted_ns": 0, "first_token_ns": 5_000}
+    one, other = streamed(measured=measured(**times)), whole(measured=measured(**times))
+    assert report(one, other).saved_ns == 0
+    assert report(replace(parked(), measured=one.measured), other).saved_ns is None
+    waited = replace(other, owner=(*other.owner, at("parked", 0, 10)))
+    assert report(one, waited).saved_ns is None
+
+
+def test_what_was_never_given_a_lane_has_parked_time_and_no_tail() -> None:
+    run = cancelled()
+    told = report(replace(run, owner=(*run.owner, at("parked", 0, 1_510))))
+    assert (told.parked_ns, told.tail_ns) == (1_510 * US, None)

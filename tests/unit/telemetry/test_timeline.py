@@ -9,7 +9,15 @@ from headrace.messages import Interval
 from headrace.telemetry.clocks import align
 from headrace.telemetry.recording import Run
 from headrace.telemetry.timeline import draw
-from tests.unit.telemetry.scenes import at, cancelled, local, on, streamed, whole
+from tests.unit.telemetry.scenes import (
+    at,
+    cancelled,
+    local,
+    on,
+    parked,
+    streamed,
+    whole,
+)
 
 
 def lanes(run: Run, width: int = 39) -> list[str]:
@@ -85,3 +93,10 @@ def test_imports_outside_of_the_window_are_not_at_its_edge() -> None:
     run = streamed()
     late: tuple[Interval, ...] = (*run.owner, at("import", 9_000, 9_100))
     assert lanes(replace(run, owner=late)) == lanes(run)
+
+
+def test_parking_is_drawn_under_what_else_the_owner_did() -> None:
+    """67 columns of 100 us, from the first computing at 100 us to publishing at 6800 us."""
+    _, owner, _ = lanes(parked(), 67)
+    assert owner == "░" * 32 + "·" * 27 + "▄" * 7 + " "
+    assert draw(align(parked()))[1].endswith("│ ░ parked  · others decode  ▄ imports")

@@ -20,6 +20,7 @@ from tests.unit.telemetry.scenes import (
     moved,
     on,
     on_devices,
+    parked,
     several,
     streamed,
     whole,
@@ -282,3 +283,14 @@ def test_the_object_has_the_same_keys_for_every_run() -> None:
     assert empty["clocks"] == "unchecked"
     nothing = ("transfer_tail_s", "hidden_share", "alone_s", "prefill_s", "drain_s")
     assert {empty[name] for name in nothing} == {None}
+
+
+def test_parked_time_is_said_apart_from_the_tail() -> None:
+    told = said(parked())
+    assert told["parked"] == "6.000 ms in its slot, waiting for the lane: no part of the tail"
+    assert told["transfer tail"].startswith(
+        "0.800 ms from the end of the prefill, or of parking if that was later, to publishing"
+    )
+    assert "parked" not in said(streamed())
+    assert as_object(report(parked()))["parked_s"] == 0.006
+    assert as_object(report(streamed()))["parked_s"] is None

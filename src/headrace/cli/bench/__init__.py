@@ -8,6 +8,7 @@ from headrace.cli.bench.batch import batch_command
 from headrace.cli.bench.curve import curve_command
 from headrace.cli.bench.faults import faults_command
 from headrace.cli.bench.imports import imports_command
+from headrace.cli.bench.lane import lane_command
 from headrace.cli.bench.load import load_command
 from headrace.cli.bench.message import message_command
 from headrace.cli.bench.peers import peers_command
@@ -21,6 +22,7 @@ bench_app = App(name="bench", help="Measure the hand-off; rows go to --out as JS
 bench_app.command(curve_command, name="curve")
 bench_app.command(ttft_command, name="ttft")
 bench_app.command(load_command, name="load")
+bench_app.command(lane_command, name="lane")
 bench_app.command(message_command, name="message")
 bench_app.command(scale_command, name="scale")
 bench_app.command(peers_command, name="peers")

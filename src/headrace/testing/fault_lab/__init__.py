@@ -11,6 +11,7 @@ the explorer, which knows no table, and the bytes themselves, each known by the 
 and the cell that it is. In the end all faults stop and everything must come to rest.
 
     python -m headrace.testing.fault_lab --schedules 100000 --seed 1 --jobs 2 --out FILE
+    python -m headrace.testing.fault_lab --one-lane --schedules 100000 --out FILE
     python -m headrace.testing.fault_lab --replay TEXT
     python -m headrace.testing.fault_lab --mutants
 """

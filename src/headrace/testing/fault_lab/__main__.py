@@ -10,7 +10,7 @@ from headrace.errors import Refused
 from headrace.testing.fault_lab.bugs import find_bug, planted
 from headrace.testing.fault_lab.choices import from_text
 from headrace.testing.fault_lab.hunting import hunt_all
-from headrace.testing.fault_lab.report import Tally, never_taken, run_record
+from headrace.testing.fault_lab.report import COUNTED, Tally, never_taken, run_record
 from headrace.testing.fault_lab.safety import RULES
 from headrace.testing.fault_lab.schedule import run_schedule
 from headrace.testing.fault_lab.shrink import shrink
@@ -22,12 +22,15 @@ def main(arguments: list[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     try:
         bug = find_bug(asked.bug) if asked.bug else None
+        if asked.replay is not None and asked.one_lane:
+            raise Refused("a replayed text says by itself what was drawn; leave --one-lane out")
         if asked.replay is not None:
             return _replay(asked.replay, bug)
         if asked.mutants:
-            return hunt_all(asked.schedules or 2000, asked.seed, asked.jobs, asked.out)
+            most = asked.schedules or 2000
+            return hunt_all(most, asked.seed, asked.jobs, asked.out, one_lane=asked.one_lane)
         if bug is not None:
-            return _show_bug(bug, asked.schedules or 2000, asked.seed, asked.shrink_s)
+            return _show_bug(bug, asked)
         return _record(asked)
     except Refused as exc:
         print(f"fault lab: {exc}", file=sys.stderr)
@@ -42,6 +45,11 @@ def _parser() -> argparse.ArgumentParser:
         "--schedules", type=int, default=0, help="distinct ones; 1000, hunting 2000"
     )
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--one-lane",
+        action="store_true",
+        help="draw settings with one lane, and slots and requests enough for some to be parked",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--out", type=Path, help="file of rows, one JSON object a line")
     parser.add_argument("--time-limit", type=float, help="seconds; stop after the batch that runs")
@@ -59,6 +67,7 @@ def _record(asked: argparse.Namespace) -> int:
         jobs=asked.jobs,
         out=asked.out,
         time_limit_s=asked.time_limit,
+        one_lane=asked.one_lane,
     )
     _print_tally(total)
     if not total.findings:
@@ -66,14 +75,14 @@ def _record(asked: argparse.Namespace) -> int:
     first = total.findings[0]
     print(f"\nseed {first.seed} breaks rule {first.rule} ({RULES[first.rule]}): {first.text}")
     with planted(None):
-        small = shrink(run_schedule(first.seed), asked.shrink_s)
+        small = shrink(run_schedule(first.seed, one_lane=asked.one_lane), asked.shrink_s)
     print(f"shrunk to {small.num_steps} steps in {small.num_tried} tries; see it by\n")
     print(small.command())
     return 1
 
 
 def _print_tally(total: Tally) -> None:
-    for name in ("outcomes", "dropped", "faults"):
+    for name in COUNTED:
         counts = getattr(total, name).most_common()
         print(f"{name}: {', '.join(f'{kind} {count}' for kind, count in counts)}")
     missing = [" ".join(transition) for transition in never_taken(total.transitions)]
@@ -96,12 +105,13 @@ def _replay(text: str, bug: Mutant | None) -> int:
     return 1
 
 
-def _show_bug(bug: Mutant, most: int, seed: int, shrink_s: float) -> int:
+def _show_bug(bug: Mutant, asked: argparse.Namespace) -> int:
+    most = asked.schedules or 2000
     with planted(bug):
         for at in range(most):
-            seen = run_schedule(seed + at)
+            seen = run_schedule(asked.seed + at, one_lane=asked.one_lane)
             if seen.broken is not None:
-                small = shrink(seen, shrink_s)
+                small = shrink(seen, asked.shrink_s)
                 print(f"found by schedule {at + 1}: {seen.broken}")
                 print(f"shrunk from {seen.num_steps} to {small.num_steps} steps; see it by\n")
                 print(small.command(bug.text))

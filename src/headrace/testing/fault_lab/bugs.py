@@ -104,11 +104,11 @@ def planted(bug: Mutant | None) -> Iterator[None]:
             _forget_plans()
 
 
-def hunt(bug: Mutant, most: int, first_seed: int = 0) -> Hunted:
+def hunt(bug: Mutant, most: int, first_seed: int = 0, *, one_lane: bool = False) -> Hunted:
     """Run up to `most` schedules with the bug planted, until one breaks a rule."""
     with planted(bug):
         for at in range(most):
-            seen = run_schedule(first_seed + at)
+            seen = run_schedule(first_seed + at, one_lane=one_lane)
             if seen.broken is not None:
                 return Hunted(bug, at + 1, seen)
     return Hunted(bug, None, None)

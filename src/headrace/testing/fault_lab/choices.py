@@ -11,7 +11,7 @@ stands for three zeros in a row and trailing zeros are left out.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Final, TypeVar
 
@@ -59,9 +59,18 @@ class Stream:
         self.values.append(value)
         return bool(value)
 
-    def pick(self, options: Sequence[T]) -> T:
-        """One of `options`, of which the first is the tamest."""
-        return options[self.below(len(options))]
+    def pick(self, options: Sequence[T], among: Callable[[T], bool] | None = None) -> T:
+        """One of `options`, of which the first is the tamest.
+
+        `among`: what is drawn is one of those for which this holds. What is replayed may be any, so
+        that a text says by itself what was decided.
+        """
+        if among is None or self._given is not None:
+            return options[self.below(len(options))]
+        able = [at for at, option in enumerate(options) if among(option)]
+        value = able[int(self._random.random() * len(able))]
+        self.values.append(value)
+        return options[value]
 
 
 class Choices:

@@ -16,13 +16,15 @@ from headrace.testing.fault_lab.bugs import ALL_BUGS, LAB_BUGS, hunt
 from headrace.testing.mutants import EQUIVALENT
 
 
-def hunt_all(most: int, first_seed: int, jobs: int, out: Path | None) -> int:
+def hunt_all(
+    most: int, first_seed: int, jobs: int, out: Path | None, *, one_lane: bool = False
+) -> int:
     """Hunt all bugs with up to `most` schedules each and print a table.
 
     Returns an exit status: 1 if a bug that changes nothing was found, which it cannot be.
     """
     rows = []
-    for row in _hunted(most, first_seed, jobs):
+    for row in _hunted(most, first_seed, jobs, one_lane):
         rows.append(row)
         found = f"schedule {row['found_at']}" if row["found_at"] else f"not within {most}"
         print(f"{row['kind']:10s} {found:>18s}  rule {row['rule']}  {row['bug']}", flush=True)
@@ -34,6 +36,7 @@ def hunt_all(most: int, first_seed: int, jobs: int, out: Path | None) -> int:
         "summary": True,
         "most": most,
         "seed": first_seed,
+        "one_lane": one_lane,
         "seeded": len(seeded),
         "found": len(found_at),
         "median": statistics.median(found_at) if found_at else None,
@@ -53,9 +56,9 @@ def hunt_all(most: int, first_seed: int, jobs: int, out: Path | None) -> int:
     return 1 if odd else 0
 
 
-def _hunted(most: int, first_seed: int, jobs: int) -> Iterator[dict[str, Any]]:
+def _hunted(most: int, first_seed: int, jobs: int, one_lane: bool) -> Iterator[dict[str, Any]]:
     count = len(ALL_BUGS) + len(EQUIVALENT)
-    look = partial(_hunt_one, most, first_seed)
+    look = partial(_hunt_one, most, first_seed, one_lane)
     if jobs <= 1:
         yield from map(look, range(count))
         return
@@ -63,10 +66,10 @@ def _hunted(most: int, first_seed: int, jobs: int) -> Iterator[dict[str, Any]]:
         yield from pool.map(look, range(count))
 
 
-def _hunt_one(most: int, first_seed: int, number: int) -> dict[str, Any]:
+def _hunt_one(most: int, first_seed: int, one_lane: bool, number: int) -> dict[str, Any]:
     """One bug, by its number, since a bug does not travel between processes."""
     bug = (*ALL_BUGS, *EQUIVALENT)[number]
-    hunted = hunt(bug, most, first_seed)
+    hunted = hunt(bug, most, first_seed, one_lane=one_lane)
     broken = hunted.seen.broken if hunted.seen else None
     kind = "shielded" if bug in EQUIVALENT else "bytes" if bug in LAB_BUGS else "machine"
     return {

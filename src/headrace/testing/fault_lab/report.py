@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from headrace.testing.fault_lab.schedule import Seen, run_schedule
 
 CLAIM: Final = "fault-lab"
 BATCH: Final = 1000
+COUNTED: Final = ("outcomes", "dropped", "faults", "parked")
 MACHINES: Final[tuple[type[Machine[Any, Any]], ...]] = (Handoff, Slot, SourceAttempt)
 
 Transition = tuple[str, str, str]  # machine, state, event
@@ -50,6 +52,7 @@ class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
+    parked: Counter[str] = field(default_factory=Counter)
     transitions: set[Transition] = field(default_factory=set)
     fingerprints: set[int] = field(default_factory=set)
     findings: list[Finding] = field(default_factory=list)
@@ -61,6 +64,7 @@ class Tally:
         self.outcomes.update(seen.outcomes)
         self.dropped.update(seen.dropped)
         self.faults.update(seen.faults)
+        self.parked.update(seen.parked)
         self.fingerprints.add(seen.fingerprint)
         if seen.broken is not None:
             broken, text = seen.broken, to_text(seen.recorded)
@@ -71,7 +75,7 @@ class Tally:
         before = len(self.fingerprints)
         self.num_schedules += other.num_schedules
         self.num_steps += other.num_steps
-        for name in ("outcomes", "dropped", "faults"):
+        for name in COUNTED:
             getattr(self, name).update(getattr(other, name))
         self.transitions |= other.transitions
         self.fingerprints |= other.fingerprints
@@ -91,20 +95,18 @@ class Tally:
         return {
             "schedules": self.num_schedules,
             "steps": self.num_steps,
-            "outcomes": dict(self.outcomes.most_common()),
-            "dropped": dict(self.dropped.most_common()),
-            "faults": dict(self.faults.most_common()),
+            **{name: dict(getattr(self, name).most_common()) for name in COUNTED},
             "violations": [vars(finding) for finding in self.findings],
         }
 
 
-def run_batch(first_seed: int, count: int) -> Tally:
-    """Run the schedules of `count` seeds."""
+def run_batch(first_seed: int, count: int, *, one_lane: bool = False) -> Tally:
+    """Run the schedules of `count` seeds; `one_lane`: see `run_schedule`."""
     tally = Tally()
     taken: set[tuple[type, Enum, Enum]] = set()
     with tiny_bounds(), recording(taken):
         for seed in range(first_seed, first_seed + count):
-            tally.add(run_schedule(seed), seed)
+            tally.add(run_schedule(seed, one_lane=one_lane), seed)
     tally.transitions = {
         (machine.__name__, state.name, event.name)
         for machine, state, event in taken
@@ -135,6 +137,7 @@ def run_record(
     jobs: int = 1,
     out: Path | None = None,
     time_limit_s: float | None = None,
+    one_lane: bool = False,
     tell: Callable[[str], None] = print,
 ) -> Tally:
     """Run until `num_distinct` different schedules were run, or the time is over.
@@ -143,8 +146,9 @@ def run_record(
     """
     began_s = time.monotonic()
     total = Tally()
-    with _writing(out) as write, closing(_batches(first_seed, num_distinct, jobs)) as batches:
-        write({"claim": CLAIM, "stamp": stamp()})
+    run = partial(run_batch, one_lane=one_lane)
+    with _writing(out) as write, closing(_batches(run, first_seed, num_distinct, jobs)) as batches:
+        write({"claim": CLAIM, "one_lane": one_lane, "stamp": stamp()})
         for seed, batch in batches:
             num_new = total.merge(batch)
             took_s = time.monotonic() - began_s
@@ -157,24 +161,24 @@ def run_record(
             if distinct >= num_distinct or (time_limit_s and took_s >= time_limit_s):
                 break
         wall_s = round(time.monotonic() - began_s, 3)
-        run = {"summary": True, "seed": first_seed, "jobs": jobs, "wall_s": wall_s}
-        write({**run, **total.reached(), **total.facts()})
+        asked = {"summary": True, "seed": first_seed, "jobs": jobs, "wall_s": wall_s}
+        write({**asked, **total.reached(), **total.facts()})
     return total
 
 
 def _batches(
-    first_seed: int, num_distinct: int, jobs: int
+    run: Callable[[int, int], Tally], first_seed: int, num_distinct: int, jobs: int
 ) -> Generator[tuple[int, Tally], None, None]:
     """Batch after batch without an end, in the order of their seeds."""
     size = min(BATCH, num_distinct)
     if jobs <= 1:
         seed = first_seed
         while True:
-            yield seed, run_batch(seed, size)
+            yield seed, run(seed, size)
             seed += size
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context) as pool:
-        waiting = [pool.submit(run_batch, first_seed + at * size, size) for at in range(jobs + 1)]
+        waiting = [pool.submit(run, first_seed + at * size, size) for at in range(jobs + 1)]
         begun = len(waiting)
         done = 0
         try:
@@ -182,7 +186,7 @@ def _batches(
                 tally = waiting.pop(0).result()
                 yield first_seed + done * size, tally
                 done += 1
-                waiting.append(pool.submit(run_batch, first_seed + begun * size, size))
+                waiting.append(pool.submit(run, first_seed + begun * size, size))
                 begun += 1
         finally:
             for future in waiting:

@@ -40,6 +40,7 @@ class Seen:
     outcomes: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
+    parked: Counter[str] = field(default_factory=Counter)
     broken: Broken | None = None
     trace: list[str] = field(default_factory=list)
 
@@ -47,10 +48,10 @@ class Seen:
 class Lab:
     """Everything that takes part in one schedule, and its clock."""
 
-    def __init__(self, choices: Choices, *, tracing: bool = False) -> None:
+    def __init__(self, choices: Choices, *, tracing: bool = False, one_lane: bool = False) -> None:
         self.choices = choices
         callers = [choices.stream(f"c{at}") for at in range(MAX_REQUESTS)]
-        self.setting = draw_setting(choices.stream("s"), callers)
+        self.setting = draw_setting(choices.stream("s"), callers, one_lane=one_lane)
         self.geometry = self.setting.tiny.geometry
         self.now_ns = 0
         self.calm = False
@@ -155,8 +156,10 @@ class Lab:
         asked = self.asked[request] if request < len(self.asked) else None
         due = asked is not None and asked.cancel_at == self._num_events[request]
         outrun = due and asked is not None and asked.outrun and not self.world.is_idle(event)
-        if outrun and asked is not None and asked.digest and isinstance(event, Imported):
-            outrun = False  # a digest check is begun with the import's end, whatever comes next
+        if outrun and asked is not None and isinstance(event, Imported):
+            # A digest check is begun with the import's end, whatever comes next; a forged message
+            # may bring a digest that nobody asked for.
+            outrun = not (asked.digest or self.world.ledger.accounts[attempt].digests)
         if outrun:
             self.shell.bring(Outrun(event, Cancel(RequestId(EPOCH, request))))
         else:
@@ -247,14 +250,21 @@ class Lab:
 
 
 def run_schedule(
-    seed: int = 0, recorded: Mapping[str, Sequence[int]] | None = None, *, tracing: bool = False
+    seed: int = 0,
+    recorded: Mapping[str, Sequence[int]] | None = None,
+    *,
+    tracing: bool = False,
+    one_lane: bool = False,
 ) -> Seen:
-    """Run one schedule: of a seed, or of recorded choices; a broken rule is in what it returns."""
+    """Run one schedule: of a seed, or of recorded choices; a broken rule is in what it returns.
+
+    `one_lane`: of the seeds, those settings are drawn that have one lane, and where some may park.
+    """
     choices = Choices(seed, recorded)
     lab = None
     broken: Broken | None = None
     try:
-        lab = Lab(choices, tracing=tracing)
+        lab = Lab(choices, tracing=tracing, one_lane=one_lane)
         lab.run()
     except Exception as exc:  # whatever a machine raises where it must not is a finding
         broken = attributed(exc)
@@ -263,6 +273,6 @@ def run_schedule(
     if lab is not None:
         seen.fingerprint, seen.num_steps = lab.fingerprint, lab.num_steps
         seen.outcomes, seen.faults = lab.outcomes, lab.faults
-        seen.dropped = lab.world.owner.dropped
+        seen.dropped, seen.parked = lab.world.owner.dropped, lab.shell.parking.counts
         seen.trace = lab.trace or []
     return seen

@@ -108,11 +108,15 @@ class Setting:
     horizon_ns: int
 
 
-def draw_setting(stream: Stream, caller: list[Stream]) -> Setting:
-    """A setting from `stream`, and each request from its `caller`."""
+def draw_setting(stream: Stream, caller: list[Stream], *, one_lane: bool = False) -> Setting:
+    """A setting from `stream`, and each request from its `caller`.
+
+    `one_lane`: what is drawn has one lane, and slots and requests enough for some to be parked.
+    """
+    one, several = (_is_one, _are_several) if one_lane else (None, None)
     geometry = stream.pick(GEOMETRIES)
-    lanes = stream.pick((1, 1, 2, 3))
-    slots = tuple(stream.pick((1, 2, 2, 3)) for _ in range(stream.pick((1, 1, 2, 3))))
+    lanes = stream.pick((1, 1, 2, 3), one)
+    slots = tuple(stream.pick((1, 2, 2, 3), several) for _ in range(stream.pick((1, 1, 2, 3))))
     depth = stream.pick((0, 1, 1, 2))
     tiny = Tiny(
         "lab",
@@ -128,7 +132,7 @@ def draw_setting(stream: Stream, caller: list[Stream]) -> Setting:
     )
     perils = {group: _draw_peril(stream, ways) for group, ways in WAYS.items()}
     local = stream.pick((False, False, True))
-    num_requests = 1 + stream.below(MAX_REQUESTS)
+    num_requests = stream.pick(range(1, MAX_REQUESTS + 1), several)
     return Setting(
         tiny=tiny,
         slots=slots,
@@ -141,6 +145,14 @@ def draw_setting(stream: Stream, caller: list[Stream]) -> Setting:
         local=local,
         horizon_ns=stream.pick((60 * S, 20 * S, 200 * S)),
     )
+
+
+def _is_one(count: int) -> bool:
+    return count == 1
+
+
+def _are_several(count: int) -> bool:
+    return count > 1
 
 
 def _draw_peril(stream: Stream, ways: tuple[tuple[str, ...], ...]) -> Peril:

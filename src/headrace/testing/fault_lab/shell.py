@@ -51,6 +51,7 @@ from headrace.testing.events import (
     Tick,
 )
 from headrace.testing.fault_lab import faults
+from headrace.testing.fault_lab.parking import Parking
 from headrace.testing.fault_lab.safety import Broken
 from headrace.testing.fault_lab.setting import MS, S
 from headrace.testing.fault_lab.storage import POISON, Copying, digest_of, logits_of, token_of
@@ -75,6 +76,7 @@ class Shell:
         self._later: list[Event] = []  # what a command came to, told once all are done
         self._copying: Counter[AttemptId] = Counter()  # copies that run, of each attempt
         self._poisoned: set[AttemptId] = set()  # whose storage was filled before the first import
+        self.parking = Parking(lambda attempt: lab.world.ledger.accounts[attempt])
         self.num_phantoms = 0  # reserves that failed and took no lane: by so many a count is off
         self._import_planned = False
         self._tick_ns: int | None = None
@@ -135,6 +137,7 @@ class Shell:
         world.bring(event)
         world.check()
         for command in world.owner.given:
+            self.parking.saw(command)
             self._carry_out(command)
 
     def _let_go(self) -> None:
