@@ -29,10 +29,11 @@ from rich.text import Text
 from headrace import memory
 from headrace.backends.load import DECODERS, SOURCES
 from headrace.channel import socket_pair
+from headrace.cli import atom_findings, rngd_findings
 from headrace.cli.findings import Finding, Status
 from headrace.cli.imports import ELSEWHERE, ImportResult, Imports
-from headrace.cli.rngd_findings import find_card, find_environment
 from headrace.engine import capacity, models
+from headrace.engine.atom.environment import SETUP
 from headrace.engine.builtin import BUILTIN_MODELS
 from headrace.errors import HeadraceError
 from headrace.memory import MADV_POPULATE_WRITE, Slab
@@ -310,7 +311,7 @@ def _not_imported(name: str, result: ImportResult) -> Finding:
 
 
 def _backend_probes(imports: Imports) -> list[Probe]:
-    """One probe for each name that `--source` and `--decoder` know, and one for an RNGD card."""
+    """One probe for each name that `--source` and `--decoder` know, and one for a vendor's card."""
     here = [
         Probe(
             f"{role} {name}",
@@ -322,8 +323,13 @@ def _backend_probes(imports: Imports) -> list[Probe]:
         for name, spec in known.items()
         if name not in ELSEWHERE
     ]
-    rngd = [(find_environment, "source rngd"), (find_card, "rngd card")]
-    return [*here, *(Probe(name, look, _RNGD_SETUP) for look, name in rngd)]
+    return [
+        *here,
+        Probe("source rngd", rngd_findings.find_environment, _RNGD_SETUP),
+        Probe("rngd card", rngd_findings.find_card, _RNGD_SETUP),
+        Probe(atom_findings.ENVIRONMENT, atom_findings.find_environment, SETUP),
+        Probe(atom_findings.CARD, atom_findings.find_card, SETUP),
+    ]
 
 
 def _backend(imports: Imports, name: str, spec: str) -> Finding:
@@ -364,4 +370,5 @@ def _print(report: Report) -> None:
         console.print(line.append(finding.found), soft_wrap=True)
         if finding.advice:
             console.print(Text(" " * (width + 10) + finding.advice), soft_wrap=True)
-    console.print(Text(report.verdict, "bold green" if report.cpu_path else "bold red"))
+    style = "bold green" if report.cpu_path else "bold red"
+    console.print(Text(report.verdict, style), soft_wrap=True)

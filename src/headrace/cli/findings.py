@@ -6,6 +6,8 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
 
+from headrace.errors import BackendUnavailable
+
 Status: TypeAlias = Literal["ok", "note", "failed"]
 
 
@@ -20,3 +22,9 @@ class Finding(Struct, frozen=True, omit_defaults=True):
     found: str
     advice: str = ""
     facts: dict[str, Any] = {}
+
+
+def unavailable(name: str, exc: BackendUnavailable, facts: dict[str, Any] | None = None) -> Finding:
+    """A vendor's backend that is not here: a note, since whoever wants none misses nothing."""
+    found = f"{exc.stage}: {exc.probe}: {exc.detail}"
+    return Finding(name, "note", found, exc.hint, {**(facts or {}), "stage": exc.stage})

@@ -18,12 +18,13 @@ import msgspec
 from msgspec import Struct
 
 from headrace.backends.load import DECODERS, SOURCES
+from headrace.engine.atom import environment
 from headrace.engine.environments import RNGD
 from headrace.version import VERSION
 
 IMPORTS_TIMEOUT_S: Final = 8.0
-ELSEWHERE: Final = (RNGD.name,)
-"""Sources that run in an environment of their vendor's own."""
+ELSEWHERE: Final = (RNGD.name, environment.NAME)
+"""Sources and decoders that run in an environment of their vendor's own."""
 
 
 class ImportResult(Struct, frozen=True):
@@ -77,8 +78,8 @@ def modules() -> list[str]:
     "cuda" is no module; it stands for the first look at the driver. What runs in a vendor's own
     environment is not tried here.
     """
-    here = [spec for name, spec in SOURCES.items() if name not in ELSEWHERE]
-    backends = [spec.partition(":")[0] for spec in (*here, *DECODERS.values())]
+    known = [*SOURCES.items(), *DECODERS.items()]
+    backends = [spec.partition(":")[0] for name, spec in known if name not in ELSEWHERE]
     light = [name for name in backends if name.endswith((".replay", ".null"))]
     heavy = [name for name in backends if name not in light]
     return [*light, "torch", "transformers", *heavy, "cuda"]

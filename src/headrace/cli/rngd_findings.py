@@ -5,9 +5,9 @@ Both are notes where something is missing: whoever has no such card, or wants no
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
-from headrace.cli.findings import Finding
+from headrace.cli.findings import Finding, unavailable
 from headrace.engine import environments
 from headrace.engine.environments import RNGD
 from headrace.engine.rngd import preflight
@@ -21,12 +21,12 @@ def find_environment() -> Finding:
     try:
         interpreter = environments.find(RNGD)
     except BackendUnavailable as exc:
-        return _unavailable("source rngd", exc)
+        return unavailable("source rngd", exc)
     facts = {"interpreter": interpreter}
     try:
         preflight.check(interpreter, emulate=True, timeout_s=PREFLIGHT_TIMEOUT_S)
     except BackendUnavailable as exc:
-        return _unavailable("source rngd", exc, facts)
+        return unavailable("source rngd", exc, facts)
     found = f"available in {interpreter}: the vendor's kernels can be emulated on this CPU"
     return Finding("source rngd", "ok", found, facts=facts)
 
@@ -41,12 +41,5 @@ def find_card() -> Finding:
     try:
         told = preflight.check(interpreter, emulate=False, timeout_s=PREFLIGHT_TIMEOUT_S)
     except BackendUnavailable as exc:
-        return _unavailable("rngd card", exc)
+        return unavailable("rngd card", exc)
     return Finding("rngd card", "ok", "; ".join(f"{each.probe}: {each.detail}" for each in told))
-
-
-def _unavailable(
-    name: str, exc: BackendUnavailable, facts: dict[str, Any] | None = None
-) -> Finding:
-    found = f"{exc.stage}: {exc.probe}: {exc.detail}"
-    return Finding(name, "note", found, exc.hint, {**(facts or {}), "stage": exc.stage})

@@ -21,6 +21,7 @@ from headrace.cli.doctor import Probe, Report, _backend, doctor
 from headrace.cli.findings import Finding
 from headrace.cli.imports import ImportResult, Imports
 from headrace.engine import capacity, models
+from headrace.engine.atom import environment
 from headrace.engine.environments import RNGD
 from headrace.errors import Refused
 
@@ -61,7 +62,8 @@ class Told(Imports):
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
-    monkeypatch.delenv(RNGD.variable, raising=False)
+    for variable in (RNGD.variable, environment.VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
     return tmp_path
 
 
@@ -159,8 +161,10 @@ def test_a_vendor_environment_never_fails_the_cpu_path(told: Callable[..., None]
     report = cli.examine()
     assert report.cpu_path
     found = {finding.name: finding.status for finding in report.findings}
-    assert found["source rngd"] == found["rngd card"] == "note"
-    assert "headrace.backends.rngd" not in imports.modules()
+    vendors = ["source rngd", "rngd card", "decoder atom", "atom card"]
+    assert {name: found[name] for name in vendors} == dict.fromkeys(vendors, "note")
+    elsewhere = {"headrace.backends.rngd", "headrace.backends.atom"}
+    assert not elsewhere & set(imports.modules())
 
 
 def test_what_is_needed_fails_the_cpu_path(

@@ -19,10 +19,10 @@ from typing import Any, Final
 
 import torch
 
+from headrace.engine.faults import raised_as
 from headrace.engine.rngd import layout
 from headrace.engine.rngd.compiled import CompiledKernels
 from headrace.engine.rngd.executor import Program, Ticket
-from headrace.engine.rngd.faults import raised_as
 from headrace.engine.rngd.furiosa import set_fusion_once
 from headrace.engine.rngd.record import Reads
 from headrace.engine.rngd.sdk import Sdk

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
-from headrace.engine.rngd.faults import raised_as
+from headrace.engine.faults import raised_as
 from headrace.engine.rngd.sdk import VENDOR
 from headrace.errors import BackendUnavailable, HeadraceError
 

@@ -26,8 +26,8 @@ from typing import Any, Final
 
 import torch
 
+from headrace.engine.faults import raised_as
 from headrace.engine.models import cache_root
-from headrace.engine.rngd.faults import raised_as
 from headrace.engine.rngd.labels import is_mixed, labelled
 from headrace.engine.rngd.sdk import VENDOR, Sdk
 from headrace.engine.rngd.signature import Signature, Tensor, changed, read_signature

@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import torch
 
+from headrace.engine.faults import raised_as
 from headrace.engine.rngd import layout
 from headrace.engine.rngd.executor import Finished, Program, Ticket
-from headrace.engine.rngd.faults import raised_as
 from headrace.engine.rngd.sdk import Sdk
 from headrace.engine.rngd.signature import Tensor, read_signature
 from headrace.errors import DeviceError, LocalProtocolError

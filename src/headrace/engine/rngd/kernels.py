@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from headrace.engine.faults import raised_as
 from headrace.engine.rngd.buckets import Chunk
 from headrace.engine.rngd.executor import Executor, Program
 from headrace.engine.rngd.family import Config, Family
-from headrace.engine.rngd.faults import raised_as
 from headrace.engine.rngd.sdk import Sdk
 from headrace.engine.rngd.signature import changed
 

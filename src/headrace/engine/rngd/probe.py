@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
+from headrace.engine import records
 from headrace.engine.rngd import cards, record
-from headrace.engine.rngd.faults import raised_as
 from headrace.engine.rngd.furiosa import sdk_named, set_fusion_once
 from headrace.engine.rngd.probe_steps import STEPS, Bench
 from headrace.engine.rngd.probes import PES_PER_CARD
-from headrace.engine.rngd.record import Finding, Record
+from headrace.engine.rngd.record import Record
 from headrace.engine.rngd.sdk import Sdk
 from headrace.errors import HeadraceError
 
@@ -78,36 +75,19 @@ def probe(
     own = record.path_of(sdk, card, chips)
     path = out or own
     made = Record(
-        sdk=sdk.name,
-        packages=dict(sdk.versions),
-        card=card,
-        chips=chips,
-        made=datetime.now(UTC).isoformat(timespec="seconds"),
+        sdk=sdk.name, packages=dict(sdk.versions), card=card, chips=chips, made=records.now()
     )
     say(f"probe: the record is {path}")
     bench = Bench(sdk, device, chips, _opener(sdk, device, chips, say), say)
-    for step in STEPS:
-        if emulate and step.needs_card:
-            continue
-        say(f"probe: {step.name}")
-        record.write(replace(made, unfinished=step.name), path)
-        made = replace(made, findings={**made.findings, step.name: _taken(step.take, bench)})
-    record.write(made, path)
+    steps = (
+        (step.name, partial(step.take, bench))
+        for step in STEPS
+        if not (emulate and step.needs_card)
+    )
+    made = records.take_all(made, steps, path, say)
     if path != own and not emulate:
-        record.write(made, own)  # where the source looks
+        records.write(made, own)  # where the source looks
     return made, path
-
-
-def _taken(take: Callable[[Bench], dict[str, Any]], bench: Bench) -> Finding:
-    began = time.perf_counter()
-    facts: dict[str, Any] = {}
-    error = ""
-    try:
-        with raised_as(HeadraceError):  # whatever a vendor's library raises is to be known
-            facts = take(bench)
-    except HeadraceError as exc:
-        error = str(exc)
-    return Finding(facts, error, round(time.perf_counter() - began, 3))
 
 
 def _opener(sdk: Sdk, device: int, chips: int, say: Callable[[str], None]) -> Callable[..., Any]:

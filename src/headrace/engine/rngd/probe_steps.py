@@ -21,11 +21,11 @@ from typing import IO, Any, Final, NamedTuple
 
 import torch
 
+from headrace.engine.faults import raised_as
 from headrace.engine.rngd import llama
 from headrace.engine.rngd.buckets import Buckets
 from headrace.engine.rngd.emulated import EmulatedExecutor
 from headrace.engine.rngd.executor import Executor, Ticket
-from headrace.engine.rngd.faults import raised_as
 from headrace.engine.rngd.program import LayerProgram
 from headrace.engine.rngd.record import Reads
 from headrace.engine.rngd.sdk import Sdk

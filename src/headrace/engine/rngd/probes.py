@@ -13,23 +13,26 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from typing import Any, Final, Literal
+from typing import Any, Final
 
+from headrace.engine.faults import line_of
+from headrace.engine.probing import (
+    Probe,
+    Stage,
+    headrace_probe,
+    is_there,
+    missing_in,
+    version_of,
+)
 from headrace.engine.rngd import furiosa
 from headrace.engine.rngd.sdk import SDK_VERSION, TORCH_VERSION, VENDOR
 from headrace.errors import BackendUnavailable
-from headrace.version import VERSION
 
 FAMILIES: Final = ("llama", "qwen3", "exaone4", "gemma4")
 """Modules of the vendor's kernels, each named as the model_type that it is for."""
 
 PES_PER_CARD: Final = 8
 COMPILER: Final = "aarch64-linux-gnu-gcc"
-HEADRACE: Final = "headrace"
-"""The probe that tells of which version the headrace beside the vendor's packages is."""
-
 SETUP: Final = (
     "Run: headrace rngd setup, and leave out --source-python, --python and HEADRACE_RNGD_PYTHON"
 )
@@ -79,17 +82,6 @@ _FACTORIES: Final[Mapping[str, tuple[str, ...]]] = {
     ),
 }
 
-Stage = Literal[
-    "sdk_missing",
-    "torch_mismatch",
-    "driver_missing",
-    "no_device",
-    "device_busy",
-    "toolchain_missing",
-    "api_missing",
-    "layout_unverified",
-]
-
 
 @dataclass(frozen=True)
 class Asked:
@@ -108,17 +100,7 @@ class Asked:
         return [f"npu{first + i}" for i in range(max(1, self.fusion // PES_PER_CARD))]
 
 
-@dataclass(frozen=True)
-class Probe:
-    """How to look at one thing. What it raises that is no typed error is of `stage`."""
-
-    name: str
-    stage: Stage
-    hint: str
-    look: Callable[[Asked], str]
-
-
-def probes(asked: Asked) -> list[Probe]:
+def probes(asked: Asked) -> list[Probe[Asked]]:
     """What is looked at, in this order."""
     sdk = [
         Probe("numpy", "sdk_missing", SETUP, _numpy),
@@ -131,7 +113,7 @@ def probes(asked: Asked) -> list[Probe]:
         ),
     ]
     packages = [
-        Probe(HEADRACE, "sdk_missing", SETUP, lambda asked: VERSION),
+        headrace_probe(SETUP),
         Probe("packages", "sdk_missing", SETUP, _packages),
         Probe("import furiosa_smi", "sdk_missing", SETUP, _smi),
     ]
@@ -153,11 +135,11 @@ def _failed(stage: Stage, probe: str, detail: str, hint: str) -> BackendUnavaila
 
 def _packages(asked: Asked) -> str:
     """Look for the packages without importing any."""
-    found = {package: _version(package) for package in _PACKAGES}
+    found = {package: version_of(package) for package in _PACKAGES}
     missing = [
         package
         for package, module in _PACKAGES.items()
-        if (found[package] is None if module is None else not _is_there(module))
+        if (found[package] is None if module is None else not is_there(module))
     ]
     if missing:
         text = f"{' and '.join(missing)} not installed in {sys.prefix}"
@@ -168,20 +150,6 @@ def _packages(asked: Asked) -> str:
             text = f"{package} is {told}, and headrace was written for {SDK_VERSION}"
             raise _failed("api_missing", "packages", text, SETUP)
     return f"{', '.join(found)} {SDK_VERSION}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent is not
-        return False
 
 
 def _numpy(asked: Asked) -> str:
@@ -221,19 +189,9 @@ def _factories(family: str) -> Callable[[Asked], str]:
 
 
 def _having(module: Any, probe: str, names: Sequence[str]) -> str:
-    missing = [name for name in names if not _has(module, name)]
-    if missing:
+    if missing := missing_in(module, names):
         raise _failed("api_missing", probe, f"it has no {', '.join(missing)}", SETUP)
     return f"all {len(names)} that are used"
-
-
-def _has(module: Any, dotted: str) -> bool:
-    found = module
-    for name in dotted.split("."):
-        if not hasattr(found, name):
-            return False
-        found = getattr(found, name)
-    return True
 
 
 def _smi(asked: Asked) -> str:
@@ -247,7 +205,7 @@ def _devices(asked: Asked) -> str:
     try:
         found, why = [str(device.device_name()) for device in smi.list_devices()], "it is empty"
     except Exception as exc:  # what it raises without a driver is known to nobody without a card
-        found, why = [], one_line(exc)
+        found, why = [], line_of(exc)
     on_bus = len(smi.list_pci_devices()) if not found else 0
     if on_bus:
         text = f"{why}, and there are {on_bus} cards on the PCI bus"
@@ -310,10 +268,5 @@ def _stream(asked: Asked) -> str:
         torch_furiosa.Stream(name)
     except RuntimeError as exc:
         stage: Stage = "driver_missing" if "cannot open shared object" in str(exc) else "no_device"
-        raise _failed(stage, f'Stream("{name}")', one_line(exc), _DRIVER) from exc
+        raise _failed(stage, f'Stream("{name}")', line_of(exc), _DRIVER) from exc
     return "opened"
-
-
-def one_line(exc: BaseException) -> str:
-    lines = str(exc).strip().splitlines() or ["no reason given"]
-    return f"{type(exc).__name__}: {lines[0]}"

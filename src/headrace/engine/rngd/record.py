@@ -9,14 +9,13 @@ what it needs holds. A record of a fake says so, and is good for a fake only.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
-from msgspec import Struct
 
+from headrace.engine import records
 from headrace.engine.models import cache_root
 from headrace.engine.rngd.sdk import VENDOR, Sdk
 from headrace.errors import BackendUnavailable, Refused
@@ -30,64 +29,15 @@ HINT: Final = (
 )
 
 
-class Finding(Struct, frozen=True, omit_defaults=True):
-    """What one step of the probe found: bare values, and in `error` why there are none."""
-
-    facts: dict[str, Any] = {}
-    error: str = ""
-    took_s: float = 0.0
-
-
-class Record(Struct, frozen=True, kw_only=True):
+class Record(records.Record, frozen=True, kw_only=True):
     """One probe of one card.
 
     sdk: "furiosa" or "fake furiosa". card: what the management library says of it (see `cards`).
-    chips: how many the kernels spanned. findings: by step. unfinished: the step that was begun and
-    never ended, which is the one that the process died in.
+    chips: how many the kernels spanned.
     """
 
     version: int = RECORD_VERSION
-    sdk: str
-    packages: dict[str, str]
-    card: dict[str, Any]
     chips: int
-    made: str
-    findings: dict[str, Finding] = {}
-    unfinished: str = ""
-
-    def fact(self, step: str, name: str) -> Any:
-        """One value that a step found; None if it did not."""
-        finding = self.findings.get(step)
-        return finding.facts.get(name) if finding is not None and not finding.error else None
-
-
-def write(record: Record, path: Path) -> None:
-    """Put a record in place of what was there, in one step.
-
-    Raises:
-        Refused: it cannot be put there.
-    """
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
-        part.replace(path)
-    except OSError as exc:
-        raise Refused(f"{path} cannot be written: {exc.strerror}", field="record") from exc
-
-
-def read(path: Path) -> Record:
-    """The record in a file.
-
-    Raises:
-        Refused: there is none, or it is not of this form.
-    """
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Record)
-    except OSError as exc:
-        raise Refused(f"{path} cannot be read: {exc.strerror}", field="record") from exc
-    except msgspec.MsgspecError as exc:
-        raise Refused(f"{path} is no record of a probe: {exc}", field="record") from exc
 
 
 def path_of(sdk: Sdk, card: Mapping[str, Any], chips: int) -> Path:
@@ -110,7 +60,7 @@ def verified_reads(sdk: Sdk, card: Mapping[str, Any], chips: int) -> Reads:
     if not path.is_file():
         raise _unverified(path, "there is no record for this card and these packages")
     try:
-        record = read(path)
+        record = records.read(path, Record)
     except Refused as exc:
         raise _unverified(path, str(exc)) from exc
     wanted = RECORD_VERSION, sdk.name, dict(sdk.versions)

@@ -5,10 +5,8 @@ a vendor's library can be, and against the real packages where they are.
 from __future__ import annotations
 
 import os
-import select
 import shlex
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -18,9 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace import process
 from headrace.engine.environments import RNGD
-from headrace.engine.rngd import furiosa, geometry, preflight
+from headrace.engine.rngd import furiosa, geometry
 from headrace.engine.rngd.preflight import MODULE, check, check_version
 from headrace.engine.rngd.probes import COMPILER, FAMILIES, SETUP, Asked, probes
 from headrace.errors import BackendUnavailable
@@ -329,95 +326,6 @@ def test_a_missing_toolchain_is_found_before_torch_is_loaded(
     assert unavailable(compile=False).probe == "torch"
 
 
-def test_a_library_that_hangs_is_ended_and_named(install: Install) -> None:
-    """What it started in the background holds nobody up either."""
-    install(
-        {
-            FURIOSA: "import os, subprocess, sys, time\n"
-            "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(30)'])\n"
-            "time.sleep(60)\n"
-        }
-    )
-    exc = unavailable(emulate=True, timeout_s=3.0)
-    assert (exc.stage, exc.probe) == ("sdk_missing", "import furiosa.torch")
-    assert exc.detail == "it hung, and was ended after 3 s"
-
-
-def test_what_a_library_started_ends_with_the_child(install: Install, tmp_path: Path) -> None:
-    """Whether the child is ended or ends by itself."""
-    begun = tmp_path / "begun"
-    os.mkfifo(begun)
-    started = (
-        "import subprocess, sys, time\n"
-        f"subprocess.Popen(['sh', '-c', 'echo $$ > {begun}; exec sleep 100'])\n"
-    )
-    for ends in ("", "raise OSError('x')\n"):
-        site = install({FURIOSA: started + (ends or "time.sleep(100)\n")})
-        command = [sys.executable, "-c", CHECK, "2" if not ends else "60"]
-        with subprocess.Popen(command) as starter:
-            pidfd = os.pidfd_open(int(begun.read_text()))
-            starter.wait()
-            assert died(pidfd)
-        shutil.rmtree(site)
-        shutil.rmtree(tmp_path / "bin")
-
-
-CHECK = """
-import contextlib, sys
-from headrace.engine.rngd.preflight import check
-from headrace.errors import BackendUnavailable
-with contextlib.suppress(BackendUnavailable):
-    check(sys.executable, emulate=True, timeout_s=float(sys.argv[1]))
-"""
-
-
-def died(pidfd: int) -> bool:
-    """Whether a process ends before anybody would wait no longer."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    try:
-        return bool(poll.poll(20_000))
-    finally:
-        os.close(pidfd)
-
-
-def test_the_child_does_not_outlive_its_starter(install: Install, tmp_path: Path) -> None:
-    begun = tmp_path / "begun"
-    os.mkfifo(begun)
-    waits = f"import os, time\nopen({str(begun)!r}, 'w').write(str(os.getpid()))\n"
-    install({FURIOSA: waits + "time.sleep(100)\n"})
-    with subprocess.Popen([sys.executable, "-c", CHECK, "60"]) as starter:
-        pidfd = os.pidfd_open(int(begun.read_text()))
-        starter.kill()
-        assert died(pidfd)
-
-
-def test_a_child_whose_starter_is_gone_already_ends(install: Install) -> None:
-    install()
-    with subprocess.Popen(["true"]) as gone:
-        pass
-    done = subprocess.run(
-        [sys.executable, "-m", MODULE, "--emulate"],
-        env={**os.environ, preflight.PARENT_PID_VARIABLE: str(gone.pid)},
-        capture_output=True,
-    )
-    assert (done.returncode, done.stdout) == (preflight.ORPHAN_STATUS, b"")
-    assert preflight.PARENT_PID_VARIABLE == process.PARENT_PID_VARIABLE
-    assert preflight.ORPHAN_STATUS == process.ORPHAN_STATUS
-
-
-def script(path: Path, does: str) -> str:
-    path.write_text(f"#!/bin/sh\n{does}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-def test_a_program_that_says_nothing_is_no_environment(tmp_path: Path) -> None:
-    """Whatever its exit status."""
-    exc = unavailable(interpreter=script(tmp_path / "true", "exit 0"), emulate=True)
-    assert (exc.stage, exc.detail) == ("sdk_missing", "the process ended with exit status 0")
-
-
 @pytest.mark.parametrize(
     ("changed", "probe"),
     [
@@ -449,13 +357,6 @@ def test_a_headrace_of_another_version(install: Install, tmp_path: Path, emulate
         check_version(sys.executable)
 
 
-def test_what_has_no_version_is_left_to_whoever_starts_it(tmp_path: Path) -> None:
-    check_version(sys.executable)
-    check_version(str(tmp_path / "nothing"))
-    check_version(script(tmp_path / "fails", "exit 1"))
-    check_version(script(tmp_path / "silent", "exit 0"))
-
-
 def test_the_hint_names_each_way_to_another_python() -> None:
     assert RNGD.setup in SETUP
     assert RNGD.variable in SETUP
@@ -466,17 +367,6 @@ def test_a_family_is_named_as_its_model_type() -> None:
     """By which the kernels of a model are chosen where there is no torch."""
     known = {(family.model_type, family.module) for family in geometry.FAMILIES}
     assert known == {(name, name) for name in FAMILIES}
-
-
-def test_a_child_ends_by_itself_if_nobody_ends_it(install: Install) -> None:
-    install({FURIOSA: "import time\ntime.sleep(60)\n"})
-    done = subprocess.run(
-        [sys.executable, "-m", MODULE, "--emulate", "--deadline=1"],
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-        capture_output=True,
-    )
-    assert done.returncode == -signal.SIGALRM
-    assert done.stdout.decode().splitlines()[-1] == "import furiosa.torch"
 
 
 def test_what_a_library_prints_is_no_report(install: Install) -> None:
@@ -517,10 +407,6 @@ def test_by_hand_it_prints_text(install: Install) -> None:
     assert done.returncode == 1
     assert "  ok: 2.10.0+fake" in done.stdout
     assert "  api_missing: it has no TclModule. Run: headrace rngd setup" in done.stdout
-
-
-def test_a_signal_without_a_name_is_told_by_its_number() -> None:
-    assert preflight._how(-60, 1.0) == "the process was ended by signal 60"
 
 
 @pytest.mark.rngd_emulation

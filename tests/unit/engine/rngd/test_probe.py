@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from headrace.engine import records
 from headrace.engine.rngd import probe as probing
 from headrace.engine.rngd import record
 from headrace.engine.rngd.probe_steps import STEPS, Bench, Step
@@ -74,7 +75,7 @@ def test_every_step_finds_facts_and_a_source_takes_the_record(
 ) -> None:
     assert probing.main(["--sdk", SDK]) == 0
     printed, said = capsys.readouterr()
-    made = record.read(Path(printed.strip()))
+    made = records.read(Path(printed.strip()), Record)
     assert list(made.findings) == NAMES
     assert [step for step, each in made.findings.items() if each.error or not each.facts] == []
     assert min(each.took_s for each in made.findings.values()) >= 0
@@ -95,7 +96,7 @@ def test_the_record_names_the_step_that_goes_on(
     path, seen = tmp_path / "record.json", list[tuple[str, list[str]]]()
 
     def look(bench: Bench) -> dict[str, Any]:
-        there = record.read(path)
+        there = records.read(path, Record)
         seen.append((there.unfinished, list(there.findings)))
         return {}
 
@@ -103,7 +104,7 @@ def test_the_record_names_the_step_that_goes_on(
     made, told = probe(out=path)
     assert seen == [("a", []), ("b", ["a"]), ("c", ["a", "b"])]
     assert told == path
-    assert record.read(path) == made
+    assert records.read(path, Record) == made
     assert (made.unfinished, list(made.findings)) == ("", ["a", "b", "c"])
 
 
@@ -116,7 +117,7 @@ def test_a_probe_that_was_ended_has_named_its_step(
     take(monkeypatch, TABLE[0], failing("second", kind()), TABLE[2])
     with pytest.raises(kind):
         probe()
-    left = record.read(path)
+    left = records.read(path, Record)
     assert (left.unfinished, list(left.findings)) == ("second", ["first"])
     with pytest.raises(BackendUnavailable, match="died in its step 'second'"):
         record.verified_reads(FakeFuriosa().sdk(), left.card, 1)
@@ -160,7 +161,7 @@ def test_a_step_that_raises_is_an_error_in_the_record_and_the_others_go_on(
 ) -> None:
     take(monkeypatch, TABLE[0], failing("second", exc), TABLE[2])
     made, path = probe()
-    assert record.read(path) == made
+    assert records.read(path, Record) == made
     assert {step: (each.facts, each.error) for step, each in made.findings.items()} == {
         "first": ({"value": 1}, ""),
         "second": ({}, error),
@@ -173,7 +174,7 @@ def test_what_is_no_number_is_kept_as_nothing(monkeypatch: pytest.MonkeyPatch) -
     odd = {"k": float("inf"), "v": float("nan"), "agrees": False}
     take(monkeypatch, Step("prefill by narrow", partial(give, odd)))
     _, path = probe()
-    kept = record.read(path).findings["prefill by narrow"].facts
+    kept = records.read(path, Record).findings["prefill by narrow"].facts
     assert kept == {"k": None, "v": None, "agrees": False}
 
 
@@ -183,7 +184,7 @@ def test_a_card_that_fails_is_told_step_by_step_and_refused(
 ) -> None:
     assert probing.main(["--sdk", f"{MODULE}:open_broken"]) == 1
     printed, said = capsys.readouterr()
-    made = record.read(Path(printed.strip()))
+    made = records.read(Path(printed.strip()), Record)
     assert list(made.findings) == NAMES
     assert made.fact("emulation", "agrees") is True
     for step in NAMES[1:]:
@@ -206,7 +207,7 @@ def test_a_card_that_gives_other_rows_is_refused(
     assert probing.main(["--sdk", SDK]) == 1
     printed, said = capsys.readouterr()
     assert "gave the cells that the emulation gives" in said
-    made = record.read(Path(printed.strip()))
+    made = records.read(Path(printed.strip()), Record)
     assert made.findings["reads"].facts == {"narrow": False, "whole": False}
 
 
@@ -218,7 +219,7 @@ def test_with_emulate_only_what_needs_no_card_is_tried(
     for more, status in (([], 0), (["--out", str(out)], 0)):
         assert probing.main(["--sdk", SDK, "--emulate", *more]) == status
         path = Path(capsys.readouterr().out.strip())
-        made = record.read(path)
+        made = records.read(path, Record)
         assert (list(made.findings), made.card) == (["emulation"], {"emulated": True})
     assert path == out
     for card in (made.card, {"index": 0}):

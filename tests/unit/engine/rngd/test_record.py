@@ -9,19 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
-from headrace.engine.rngd.record import (
-    RECORD_VERSION,
-    Finding,
-    Record,
-    path_of,
-    read,
-    verified_reads,
-    write,
-)
+from headrace.engine.records import Finding, write
+from headrace.engine.rngd.record import RECORD_VERSION, Record, path_of, verified_reads
 from headrace.engine.rngd.sdk import Sdk
-from headrace.errors import BackendUnavailable, Refused
+from headrace.errors import BackendUnavailable
 
 REAL = Sdk("furiosa", None, lambda family: None, None, {"furiosa-torch": "1", "torch": "2"})
 FAKE = other(REAL, name="fake furiosa")
@@ -64,65 +56,6 @@ def refusal(sdk: Sdk = REAL, card: Mapping[str, Any] = CARD, chips: int = 1) -> 
     assert "headrace rngd probe" in exc.hint
     assert exc.probe == str(path_of(sdk, card, chips))
     return exc.detail
-
-
-def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "not" / "there" / "record.json"
-    record = made(
-        {"link": Finding({"GB/s": 1.5, "name": "x"}, "", 0.25), "reads": Finding(error="no")},
-        unfinished="overlap",
-    )
-    write(record, path)
-    assert read(path) == record
-    write(replace(record, unfinished=""), path)
-    assert read(path).unfinished == ""
-    assert [each.name for each in path.parent.iterdir()] == ["record.json"]
-
-
-def test_who_reads_meanwhile_finds_all_of_the_old_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The place of a record is never written into: one that could not be ended changes nothing."""
-    path = tmp_path / "record.json"
-    write(made(), path)
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", _full)
-        with pytest.raises(Refused, match=r"record\.json cannot be written: No space left"):
-            write(made(unfinished="link"), path)
-    assert read(path) == made()
-
-
-def _full(self: Path, target: Path) -> Path:
-    raise OSError(28, "No space left on device")
-
-
-def test_a_place_that_takes_no_record_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(Refused, match="cannot be written"):
-        write(made(), tmp_path / "file" / "record.json")
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"sdk": 1}', '{"sdk": "furiosa"', "\udcff"])
-def test_what_is_no_record_is_told(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "record.json"
-    path.write_text(text, errors="surrogateescape")
-    with pytest.raises(Refused, match=r"record\.json is no record of a probe"):
-        read(path)
-
-
-def test_a_record_that_cannot_be_read_is_told(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="cannot be read: No such file"):
-        read(tmp_path / "record.json")
-    with pytest.raises(Refused, match="cannot be read: Is a directory"):
-        read(tmp_path)
-
-
-def test_a_fact_is_one_that_its_step_found() -> None:
-    record = made({"link": finding(rate=3), "reads": Finding({"narrow": True}, "it broke")})
-    assert record.fact("link", "rate") == 3
-    assert record.fact("link", "latency") is None
-    assert record.fact("reads", "narrow") is None
-    assert record.fact("overlap", "share") is None
 
 
 @pytest.mark.parametrize(

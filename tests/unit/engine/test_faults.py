@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.engine.rngd.faults import line_of, raised_as
+from headrace.engine.faults import line_of, raised_as
 from headrace.errors import Cancelled, DeviceError
 
 
