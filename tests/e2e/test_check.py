@@ -143,7 +143,7 @@ def test_repeated_with_another_seed_each_time(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--source", "nowhere", "--decoder", "null"], "unknown source 'nowhere'"),
-        (["--source", "replay", "--decoder", "atom"], "unknown decoder 'atom'"),
+        (["--source", "replay", "--decoder", "nowhere"], "unknown decoder 'nowhere'"),
         (["--source", "torch", "--decoder", "null"], "torch needs --model"),
         (["--source", "replay", "--decoder", "cpu"], "cpu needs --model"),
         ([*NULL[1:], "--model", "smollm2-135m"], "take no model"),

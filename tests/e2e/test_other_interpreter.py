@@ -1,4 +1,6 @@
-"""A source in another virtual environment: bytes and messages cross, so that it needs no torch.
+"""A source, an owner or a check in another virtual environment: bytes and messages cross.
+
+So it needs no torch, and none of what the command line needs.
 
 The environment is made without a network: `python -m venv --without-pip`, msgspec's installed
 package copied in, and the tree's path in a `.pth` file.
@@ -6,12 +8,16 @@ package copied in, and the tree's path in a `.pth` file.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -20,10 +26,13 @@ import pytest
 import headrace
 from headrace.backends.null import decoder_like
 from headrace.backends.replay import open as open_replay
+from headrace.cli import run_command
 from headrace.errors import PeerDied, Refused
 from headrace.plan import compile_plan
+from headrace.runtime.config import OwnerConfig
 from headrace.runtime.prefill_worker import SubprocessPrefillWorker
 from headrace.runtime.requests import RequestOptions
+from headrace.runtime.router import OwnerClient, RouteResult
 from headrace.testing.sinks import MemorySink, ask
 from tests.docs.reading import ROOT, blocks
 
@@ -33,6 +42,8 @@ GEOMETRY = {"layers": 4, "heads": 2, "head_dim": 8, "window": 16, "full_every": 
 CONTEXT = 64
 START_TIMEOUT_S = 30.0
 BACKENDS = ROOT / "docs" / "add-a-backend.md"
+TREE = Path(headrace.__file__).parents[1]
+PAIR = ["--source", "replay", "--decoder", "null"]
 
 
 class Environment:
@@ -49,8 +60,7 @@ class Environment:
         shutil.copytree(package, self.packages / package.name)
 
     def add_headrace(self) -> None:
-        tree = Path(headrace.__file__).parents[1]
-        (self.packages / "headrace-tree.pth").write_text(f"{tree}\n")
+        (self.packages / "headrace-tree.pth").write_text(f"{TREE}\n")
 
     def run(self, code: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([self.python, "-c", code], capture_output=True, text=True)
@@ -86,7 +96,9 @@ def refusal(interpreter: str, engine: str = "replay") -> str:
         raise AssertionError(f"{started} was not refused")
 
 
-@pytest.mark.parametrize("package", ["torch", "numpy", "transformers", "pytest"])
+@pytest.mark.parametrize(
+    "package", ["torch", "numpy", "transformers", "pytest", "cyclopts", "rich"]
+)
 def test_the_environment_is_lean(lean: Environment, package: str) -> None:
     assert lean.run("import headrace.runtime.source_main").returncode == 0
     failed = lean.run(f"import {package}")
@@ -194,3 +206,163 @@ def test_the_other_environment_is_used_for_real(lean: Environment) -> None:
     prefix = lean.run("import sys; print(sys.prefix)").stdout.strip()
     assert prefix == str(Path(lean.python).parents[1])
     assert prefix != sysconfig.get_config_var("prefix")
+
+
+@pytest.fixture
+def _tree_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children of this interpreter find headrace, wherever it is installed."""
+    monkeypatch.setenv("PYTHONPATH", str(TREE))
+
+
+def owner(**changes: object) -> OwnerConfig:
+    facts = {
+        "decoder": "null",
+        "decoder_options": {"context": CONTEXT, "lanes": 2},
+        "source": "replay",
+        "source_options": GEOMETRY,
+        "context": CONTEXT,
+        "start_timeout_s": START_TIMEOUT_S,
+    }
+    return OwnerConfig(**facts | changes)  # type: ignore[arg-type]
+
+
+def interpreters_of(client: OwnerClient) -> tuple[str, str]:
+    """What the owner's process and its source's were started with."""
+    assert client._child is not None
+    pid = client._child.pid
+    (source,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    commands = [Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0") for each in (pid, source)]
+    return commands[0][0].decode(), commands[1][0].decode()
+
+
+def served(config: OwnerConfig, interpreter: str | None) -> tuple[RouteResult, tuple[str, str]]:
+    """What a request came to, and with which interpreters."""
+    client = OwnerClient(config, interpreter=interpreter)
+    try:
+        client.start()
+        asked = RequestOptions(route="streamed", max_tokens=0, audit=True)
+        return client.result(client.submit(list(range(9)), asked)), interpreters_of(client)
+    finally:
+        client.close()
+
+
+@pytest.mark.usefixtures("_tree_is_found")
+def test_an_owner_runs_there_and_its_source_here(lean: Environment) -> None:
+    """It publishes the bytes that an owner of this environment publishes."""
+    result, interpreters = served(owner(), lean.python)
+    assert result.ended.outcome == "finished"
+    assert interpreters == (lean.python, sys.executable)
+    here, interpreters = served(owner(), None)
+    assert interpreters == (sys.executable, sys.executable)
+    assert result.ended.kv_digests == here.ended.kv_digests != ()
+
+
+@pytest.mark.usefixtures("_tree_is_found")
+def test_a_source_that_names_its_own_keeps_it(lean: Environment) -> None:
+    result, interpreters = served(owner(source_python=lean.python), lean.python)
+    assert interpreters == (lean.python, lean.python)
+    assert result.ended.outcome == "finished"
+    _, interpreters = served(owner(source_python=lean.python), None)
+    assert interpreters == (sys.executable, lean.python)
+
+
+@pytest.fixture(params=["owner", "check"])
+def refused_decoder_python(
+    request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
+) -> Callable[[str], str]:
+    """The one sentence about a decoder's interpreter, of a router or of `headrace check`."""
+
+    def refused(python: str) -> str:
+        if request.param == "check":
+            assert run_command(["check", *PAIR, "--decoder-python", python]) == 2
+            text = capfd.readouterr().err.strip()
+        else:
+            client = OwnerClient(owner(), interpreter=python)
+            with pytest.raises(Refused) as caught:
+                client.start()
+            client.close()
+            text = str(caught.value)
+        assert python in text
+        assert "--decoder-python" in text
+        assert "\n" not in text
+        return text
+
+    return refused
+
+
+def test_a_decoders_interpreter_that_cannot_run_it_is_refused(
+    tmp_path: Path, refused_decoder_python: Callable[[str], str]
+) -> None:
+    bare = Environment(tmp_path / "venv")
+    assert "No module named 'msgspec'" in refused_decoder_python(bare.python)
+    bare.add_msgspec()
+    assert "No module named 'headrace'" in refused_decoder_python(bare.python)
+    assert "is missing" in refused_decoder_python(str(tmp_path / "nowhere"))
+    assert "is not a Python" in refused_decoder_python("/bin/true")
+    other = tmp_path / "other"
+    other.write_text("#!/bin/sh\necho headrace 0.0.1\n")
+    other.chmod(0o755)
+    assert "is 0.0.1, and this one is" in refused_decoder_python(str(other))
+
+
+@pytest.mark.usefixtures("_tree_is_found")
+def test_routes_are_compared_there(lean: Environment, capfd: pytest.CaptureFixture[str]) -> None:
+    how = ["--decoder-python", lean.python, "--route", "compare", "--max-tokens", "0", "--json"]
+    assert run_command(["run", *PAIR, "--prompt", "abc", *how]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert (told["identical"], told["fake"], told["outcome"]) == (True, False, "finished")
+
+
+def check_there(python: str, *arguments: str) -> int:
+    return run_command(["check", *PAIR, "--decoder-python", python, "--quick", *arguments])
+
+
+@pytest.mark.usefixtures("_tree_is_found")
+def test_a_check_runs_there(
+    lean: Environment, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where nothing of what the command line needs is installed."""
+    cases = ["--only", "facts", "--only", "exactness"]
+    assert check_there(lean.python, *cases, "--report", str(tmp_path)) == 0
+    assert "replay -> null: all 2 cases hold" in capfd.readouterr().out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["stamp"]["packages"]["torch"] == ""  # it is installed here
+    assert f"--decoder-python {lean.python}" in report["asked"]["command"]
+    assert check_there(lean.python, "--only", "luck") == 2
+    assert "there is no case 'luck'" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("_tree_is_found")
+def test_a_check_there_is_interrupted_from_here(lean: Environment) -> None:
+    """Once it is at work; it reports what it has, and nothing of it is left."""
+    command = ["check", *PAIR, "--decoder-python", lean.python, "--quick", "--repeat", "1000"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "headrace", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            child = wait_for_child(process.pid)
+            wait_for_child(child)
+            os.kill(process.pid, signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "interrupted" in out + err
+    assert not Path(f"/proc/{child}").exists()
+
+
+def wait_for_child(pid: int) -> int:
+    """The only child of a process, once there is one that is at work."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    while True:
+        found = [int(child) for child in children.read_text().split()]
+        for child in found:
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+                command = Path(f"/proc/{child}/cmdline").read_bytes()
+                if any(name in command for name in (b"runtime.elsewhere", b"runtime.source_main")):
+                    return child

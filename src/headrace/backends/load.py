@@ -23,11 +23,17 @@ SOURCES: Final[dict[str, str]] = {
 DECODERS: Final[dict[str, str]] = {
     "cpu": "headrace.backends.cpu:open",
     "cuda": "headrace.backends.cuda:open",
+    "atom": "headrace.backends.atom:open",
     "null": "headrace.backends.null:open",
 }
+ONE_LANE: Final = ("atom",)
+"""The listed decoders that have one lane, and so no option `lanes`."""
+
 _HINTS: Final[dict[str, str]] = {
     "rngd": "It runs in an environment of its own: run headrace rngd setup, and leave "
-    "--source-python out"
+    "--source-python out",
+    "atom": "It runs in the vendor's own environment: name its Python in HEADRACE_ATOM_PYTHON or "
+    "with --decoder-python",
 }
 
 
@@ -49,6 +55,11 @@ def open_source(name: str, options: Mapping[str, Any]) -> PrefillEngine:
 def open_decoder(name: str, options: Mapping[str, Any]) -> Decoder:
     """The decoder called `name`, or made by the factory `module:factory`; raises as above."""
     return cast(Decoder, _factory("decoder", name, DECODERS)(options))
+
+
+def size_options(decoder: str, *, lanes: int, context: int) -> dict[str, int]:
+    """The options that say how many lanes a decoder has, and how many positions each holds."""
+    return {"context": context} if decoder in ONE_LANE else {"lanes": lanes, "context": context}
 
 
 def prefill_engine_of(decoder: Decoder) -> PrefillEngine | None:

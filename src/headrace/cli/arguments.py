@@ -6,6 +6,9 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from headrace.engine.text import ModelText, max_positions_of, stop_tokens_of
 from headrace.errors import Refused
@@ -31,6 +34,12 @@ def check_seconds(flag: str, value: float) -> None:
             f"{flag} is {value:g}; it must be above 0 and at most {MAX_SECONDS:g} seconds",
             field=flag,
         )
+
+
+def check_given(flag: str, given: str | None) -> None:
+    """Refuse a text that is there and empty."""
+    if given is not None and not given.strip():
+        raise Refused(f"{flag} is empty; name one, or leave it out", field=flag.removeprefix("--"))
 
 
 def check_output(flag: str, path: Path | None, *, make_parents: bool = False) -> None:
@@ -63,6 +72,14 @@ def is_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def json_object(flag: str, text: str) -> dict[str, Any]:
+    """The JSON object that a flag was given."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError as exc:
+        raise Refused(f"{flag} is not a JSON object: {exc}", field=flag) from exc
 
 
 def read_prompt(path: Path) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import shlex
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 from cyclopts import Parameter
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -16,7 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.backends.load import check_name
-from headrace.cli.arguments import check_count
+from headrace.cli.arguments import check_count, json_object
+from headrace.cli.decoders import (
+    WITH_A_MODEL,
+    check_decoder,
+    interpreter_for_decoder,
+    is_fake,
+    options_of,
+)
 from headrace.cli.sources import (
     TAKE_A_MODEL,
     check_source,
@@ -26,14 +34,19 @@ from headrace.cli.sources import (
     pair_name,
 )
 from headrace.engine.text import max_positions_of
-from headrace.errors import Refused
+from headrace.errors import PeerDied, Refused
+from headrace.runtime import elsewhere
 from headrace.runtime.log import configure
 
 INTERRUPTED = 130
+RUN_THERE = "headrace.testing.pair.runner:run_asked"
 QUICK_CONTEXT, CONTEXT = 128, 1088
 NO_MODEL = ("replay", "null")
 REPLAYED = {"layers": 6, "heads": 2, "head_dim": 8, "window": 16, "full_every": 3}
 """What replay imitates where no decoder says: small, with full and sliding layers."""
+
+Told = Callable[[str, dict[str, Any]], None]
+Finish = Callable[[dict[str, Any]], None]
 
 _STYLES = {"ok": "green", "failed": "bold red", "skipped": "dim", "not run": "yellow"}
 
@@ -45,7 +58,7 @@ class CheckOptions:
     source: str
     "torch, cuda, rngd, replay or module:factory."
     decoder: str
-    "cpu, cuda, null or module:factory."
+    "cpu, cuda, atom, null or module:factory."
     model: str | None = None
     "A built-in model, a directory, a GGUF file or a hub id."
     quick: bool = False
@@ -74,6 +87,10 @@ class CheckOptions:
     "More options of the source, as a JSON object."
     decoder_options: str = "{}"
     "More options of the decoder, as a JSON object."
+    decoder_python: str | None = None
+    "The interpreter of the decoder's own environment; by default HEADRACE_ATOM_PYTHON for atom."
+    compiled: Path | None = None
+    "The directory of the compiled model, which atom needs beside --model."
 
 
 def check(options: Annotated[CheckOptions, Parameter(name="*")]) -> int:
@@ -83,9 +100,7 @@ def check(options: Annotated[CheckOptions, Parameter(name="*")]) -> int:
     """
     _check(options)
     # Nothing that is shipped for use may import the tests' package; only this command runs it.
-    runner = importlib.import_module("headrace.testing.pair.runner")
     writer = importlib.import_module("headrace.testing.pair.report")
-    configure("error")  # what is warned of here was ordered
     console = Console(highlight=False)
     attributes = _attributes(options)
     asked = _asked(options, attributes["context"])
@@ -93,20 +108,64 @@ def check(options: Annotated[CheckOptions, Parameter(name="*")]) -> int:
     def finish(report: dict[str, Any]) -> None:
         if options.report is not None:
             writer.write(report | {"asked": asked}, options.report)
-        _print(console, report, options, emulated=asked["emulate"])
+        _print(console, report, options, pair=asked["pair"])
 
     with console.status("opening the pair") as status:
 
         def told(what: str, case: dict[str, Any]) -> None:
             status.update(f"{case['case']}: {case['proves']}" if what == "begin" else "")
 
-        report: dict[str, Any] = runner.run(
-            attributes, only=options.only, repeat=options.repeat, told=told, hung=finish
-        )
+        report = _run(options, attributes, told, finish)
     finish(report)
     if report.get("interrupted"):
         return INTERRUPTED
     return 0 if report["passed"] else 1
+
+
+def _run(
+    options: CheckOptions, attributes: dict[str, Any], told: Told, finish: Finish
+) -> dict[str, Any]:
+    """Run the suite, in the decoder's environment if it has one of its own: it opens the decoder
+    in its own process.
+    """
+    interpreter = interpreter_for_decoder(
+        options.decoder, options.decoder_python, attributes["decoder_options"]
+    )
+    if interpreter is not None:
+        return _run_there(interpreter, options, attributes, told)
+    runner = importlib.import_module("headrace.testing.pair.runner")
+    configure("error")  # what is warned of here was ordered
+    report: dict[str, Any] = runner.run(
+        attributes, only=options.only, repeat=options.repeat, told=told, hung=finish
+    )
+    return report
+
+
+def _run_there(
+    interpreter: str, options: CheckOptions, attributes: dict[str, Any], told: Told
+) -> dict[str, Any]:
+    """Run the suite in another environment; a source that names none has this process's."""
+    hung: list[dict[str, Any]] = []
+
+    def hear(said: tuple[str, dict[str, Any]]) -> None:
+        what, value = said
+        if what == "hung":
+            hung.append(value)
+        else:
+            told(what, value)
+
+    asked = {
+        "attributes": attributes | {"source_python": attributes["source_python"] or sys.executable},
+        "only": options.only,
+        "repeat": options.repeat,
+    }
+    try:
+        report: dict[str, Any] = elsewhere.call(interpreter, RUN_THERE, asked, told=hear)
+    except PeerDied:
+        if hung:  # the end of that process was the only way out of the call
+            return hung[0]
+        raise
+    return report
 
 
 def _check(options: CheckOptions) -> None:
@@ -118,13 +177,16 @@ def _check(options: CheckOptions) -> None:
     check_count("--seed", options.seed, least=0)
     if options.context is not None:
         check_count("--context", options.context, least=2)
-    batch = _json_object("--decoder-options", options.decoder_options).get("decode_batch", 1)
+    given = json_object("--decoder-options", options.decoder_options)
+    batch = given.get("decode_batch", 1)
     if batch != 1:
         raise Refused(
             f"--decoder-options: decode_batch is {batch} and a check compares bit by bit in the "
             "exact mode; leave it out"
         )
-    takes = [name for name in (options.source, options.decoder) if name in (*TAKE_A_MODEL, "cpu")]
+    check_decoder(options.decoder, compiled=options.compiled, given=given)
+    takes = [options.source] if options.source in TAKE_A_MODEL else []
+    takes += [options.decoder] if options.decoder in WITH_A_MODEL else []
     if options.model is None and takes:
         raise Refused(f"{takes[0]} needs --model; `headrace models list` shows what is built in")
     if options.model is not None and {options.source, options.decoder} <= set(NO_MODEL):
@@ -162,13 +224,15 @@ def _attributes(options: CheckOptions) -> dict[str, Any]:
     if options.source == "rngd":
         flags = {"emulate": options.emulate, "share_device": options.share_device}
         source |= {name: True for name, given in flags.items() if given}
-    decoder = {} if options.decoder == "null" else dict(model)
+    decoder = options_of(
+        options.decoder, model, compiled=options.compiled, share_device=options.share_device
+    )
     return {
         "source": options.source,
-        "source_options": source | _json_object("--source-options", options.source_options),
+        "source_options": source | json_object("--source-options", options.source_options),
         "source_python": interpreter_for(options.source, options.source_python),
         "decoder": options.decoder,
-        "decoder_options": decoder | _json_object("--decoder-options", options.decoder_options),
+        "decoder_options": decoder | json_object("--decoder-options", options.decoder_options),
         "context": context,
         "quick": options.quick,
         "seed": options.seed,
@@ -188,14 +252,18 @@ def _longest(directory: Path) -> int:
 def _asked(options: CheckOptions, context: int) -> dict[str, Any]:
     """What was asked for, in the user's words, as the report tells it."""
     kept = ("source", "decoder", "model", "quick", "seed", "threads", "repeat")
-    source_options = _json_object("--source-options", options.source_options)
+    source_options = json_object("--source-options", options.source_options)
+    decoder_options = json_object("--decoder-options", options.decoder_options)
     emulated = is_emulated(options.source, {"emulate": options.emulate} | source_options)
+    fake = is_fake(options.decoder, decoder_options)
     return {
         **{name: getattr(options, name) for name in kept},
+        "pair": pair_name(options.source, options.decoder, emulated=emulated, fake=fake),
         "emulate": emulated,
+        "fake": fake,
         "dtype": dtype_for(options.source, options.dtype),
         "source_options": source_options,
-        "decoder_options": _json_object("--decoder-options", options.decoder_options),
+        "decoder_options": decoder_options,
         "only": list(options.only),
         "context": context,
         "command": _command(options),
@@ -219,16 +287,7 @@ def _command(options: CheckOptions) -> str:
     return shlex.join(words)
 
 
-def _json_object(flag: str, text: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.MsgspecError as exc:
-        raise Refused(f"{flag} is not a JSON object: {exc}") from exc
-
-
-def _print(
-    console: Console, report: dict[str, Any], options: CheckOptions, *, emulated: bool
-) -> None:
+def _print(console: Console, report: dict[str, Any], options: CheckOptions, *, pair: str) -> None:
     table = Table(box=SIMPLE_HEAD)
     table.add_column("case", no_wrap=True)
     table.add_column("result", no_wrap=True)
@@ -241,7 +300,6 @@ def _print(
         table.add_row(name, result, f"{case['seconds']:.1f}", Text(note))
     console.print(table)
     style = "bold green" if report["passed"] else "bold red"
-    pair = pair_name(options.source, options.decoder, emulated=emulated)
     verdict = f"{pair}: {report['verdict']}"
     console.print(Text(f"{verdict} in {report['seconds']:.1f} s", style=style), soft_wrap=True)
     if options.report is not None:

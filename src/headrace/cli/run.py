@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import secrets
-import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 
+from headrace.backends.load import size_options
 from headrace.cli.arguments import (
     is_text,
+    json_object,
     open_text,
     read_prompt,
+)
+from headrace.cli.decoders import (
+    LANES,
+    WITH_A_MODEL,
+    interpreter_for_decoder,
+    is_fake,
+    options_of,
 )
 from headrace.cli.report import (
     as_json,
@@ -42,6 +49,7 @@ from headrace.errors import HeadraceError, Refused
 from headrace.geometry import MAX_POSITIONS
 from headrace.messages import AskedRoute
 from headrace.runtime.config import OwnerConfig
+from headrace.runtime.interpreters import check_interpreter
 from headrace.runtime.log import configure
 from headrace.runtime.requests import MAX_ATTEMPTS_BY_DEFAULT, ROUTES, RequestOptions
 from headrace.runtime.router import OwnerClient, OwnerFailed, RouteResult
@@ -52,7 +60,6 @@ from headrace.telemetry.recording import Recording
 WARM_UP_TOKENS = 8
 CHUNKED_POSITIONS = 256
 CONTEXT_STEP = 64
-PROBE_TIMEOUT_S = 60.0
 WITHDRAWN_WITHIN_S = 5.0
 
 _DEFAULTS = RunOptions()
@@ -82,9 +89,12 @@ def run(
     if options.temperature > 0 and options.seed is None:  # one for all routes
         options = replace(options, seed=secrets.randbits(32))
     config = _config(options, directory, longest, len(tokens))
-    emulated = is_emulated(config.source, config.source_options)
-    pair = pair_name(options.source, options.decoder, emulated=emulated)
-    client = OwnerClient(config)
+    marks = _marks(config)
+    pair = pair_name(options.source, options.decoder, **marks)
+    interpreter = interpreter_for_decoder(
+        options.decoder, options.decoder_python, config.decoder_options
+    )
+    client = OwnerClient(config, interpreter=interpreter)
     results: dict[AskedRoute, RouteResult] = {}
     try:
         _start(client, options)
@@ -95,7 +105,7 @@ def run(
         raise
     finally:
         client.close()
-    status = _report(options, codec, tokens, results, emulated=emulated)
+    status = _report(options, codec, tokens, results, marks)
     if options.trace is not None:
         _write_trace(options.trace, tokens, results, pair)
     return status
@@ -130,7 +140,7 @@ def _read_stdin() -> str:
 def _codec(options: RunOptions) -> tuple[TextCodec, Path | None, int]:
     """The codec, the model's directory if there is a model, and the most positions it holds."""
     if options.model is None:
-        if options.source in TAKE_A_MODEL or options.decoder in ("cpu", "cuda"):
+        if options.source in TAKE_A_MODEL or options.decoder in WITH_A_MODEL:
             raise Refused("give --model; `headrace models list` shows what is built in")
         return ByteText(), None, MAX_POSITIONS - 1
     from headrace.engine.models import resolve
@@ -144,30 +154,20 @@ def _start(client: OwnerClient, options: RunOptions) -> None:
     try:
         client.start()
     except OwnerFailed as exc:
-        python = options.source_python
-        if python is not None and not _runs_headrace(python):
-            raise Refused(
-                f"--source-python: {python} is not a Python that has headrace installed; give the "
-                "path of one, such as ENVIRONMENT/bin/python"
-            ) from exc
+        if options.source_python is not None:
+            try:
+                check_interpreter(options.source_python, "--source-python")
+            except Refused as refused:
+                raise refused from exc
         raise
 
 
-def _runs_headrace(python: str) -> bool:
-    """Whether an interpreter that could not start a source can import headrace at all."""
-    probe = [python, "-c", "import headrace.runtime; print(headrace.__name__)"]
-    try:
-        done = subprocess.run(
-            probe,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=PROBE_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0 and done.stdout.split()[-1:] == [b"headrace"]
+def _marks(config: OwnerConfig) -> dict[str, bool]:
+    """What of a pair is no device of its own: what every figure of it is shown with."""
+    return {
+        "emulated": is_emulated(config.source, config.source_options),
+        "fake": is_fake(config.decoder, config.decoder_options),
+    }
 
 
 def _config(
@@ -195,13 +195,13 @@ def _config(
     return OwnerConfig(
         decoder=options.decoder,
         decoder_options={
-            **(model if options.decoder != "null" else {}),
-            "lanes": options.lanes,
-            "context": context,
+            **options_of(options.decoder, model, compiled=options.compiled),
+            **size_options(options.decoder, lanes=options.lanes or LANES, context=context),
             **({"decode_batch": options.decode_batch} if options.decode_batch > 1 else {}),
+            **json_object("--decoder-options", options.decoder_options),
         },
         source=options.source,
-        source_options={**source, **_json_object(options.source_options)},
+        source_options={**source, **json_object("--source-options", options.source_options)},
         context=context,
         source_python=interpreter_for(options.source, options.source_python),
         num_slots=options.slots,
@@ -214,14 +214,6 @@ def _config(
         log_level=options.log_level,
         log_json=options.log_json,
     )
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.MsgspecError as exc:
-        raise Refused(f"--source-options is not a JSON object: {exc}") from exc
-    return value
 
 
 def _run_routes(
@@ -311,8 +303,7 @@ def _report(
     codec: TextCodec,
     tokens: list[int],
     results: dict[AskedRoute, RouteResult],
-    *,
-    emulated: bool,
+    marks: dict[str, bool],
 ) -> int:
     stop_tokens = _stop_tokens(options, codec)
     shown = {
@@ -321,14 +312,12 @@ def _report(
     }
     if options.json:
         model = options.model or options.source
-        report = as_json(
-            model, options.route, options.seed, tokens, shown, results, emulated=emulated
-        )
+        report = as_json(model, options.route, options.seed, tokens, shown, results, **marks)
         print(json.dumps(report))
         return 0 if report["identical"] is not False else 1
     console = Console(stderr=options.route != "compare", highlight=False)
-    if emulated:
-        pair = pair_name(options.source, options.decoder, emulated=True)
+    if any(marks.values()):
+        pair = pair_name(options.source, options.decoder, **marks)
         console.print(pair, style="dim", markup=False, soft_wrap=True)
     if options.route == "compare":
         return 0 if print_comparison(console, tokens, shown, results) else 1

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.backends.load import check_name
-from headrace.cli.arguments import INSTALL, check_count, check_output, check_seconds
+from headrace.cli.arguments import (
+    INSTALL,
+    check_count,
+    check_output,
+    check_seconds,
+    json_object,
+)
+from headrace.cli.decoders import check_decoder
 from headrace.cli.sources import check_source
 from headrace.errors import Refused
 from headrace.geometry import Emission
@@ -50,9 +57,15 @@ class RunOptions:
     emulate: bool = False
     "Run the source's kernels on the CPU, with its vendor's own executor (rngd)."
     decoder: str = "cpu"
-    "cpu, cuda, null or module:factory."
-    lanes: int = 4
-    "Active sequences of the decoder."
+    "cpu, cuda, atom, null or module:factory."
+    decoder_options: str = "{}"
+    "More options of the decoder, as a JSON object."
+    decoder_python: str | None = None
+    "The interpreter of the decoder's own environment; by default HEADRACE_ATOM_PYTHON for atom."
+    compiled: Path | None = None
+    "The directory of the compiled model, which atom needs beside --model."
+    lanes: int | None = None
+    "Active sequences of the decoder; by default 4, and atom has one."
     decode_batch: int = 1
     "Sequences decoded in one forward; 1 = the exact mode. It changes the numbers a little."
     slots: int = 2
@@ -107,16 +120,17 @@ def check_options(options: RunOptions) -> None:
     check_name("source", options.source)
     check_name("decoder", options.decoder)
     check_source(options.source, dtype=options.dtype, emulate=options.emulate)
-    for name in ("group_layers", "lanes", "slots", "threads", "decode_batch"):
+    for name in ("group_layers", "slots", "threads", "decode_batch"):
         check_count(flag_of(name), getattr(options, name))
+    if options.lanes is not None:
+        check_count("--lanes", options.lanes)
     for name in ("max_tokens", "chunk", "prefill_chunk", "top_k"):
         check_count(flag_of(name), getattr(options, name), least=0)
     if options.context is not None:
         check_count("--context", options.context)
     if options.seed is not None:
         check_count("--seed", options.seed, least=0, limit=MAX_SEED + 1)
-    if options.decode_batch > 1:
-        _check_batch(options)
+    _check_decoder(options)
     if options.max_tokens > 0:
         _check_sampling(options)
     if "" in options.stop:
@@ -125,14 +139,21 @@ def check_options(options: RunOptions) -> None:
     _check_failures(options)
 
 
-def _check_batch(options: RunOptions) -> None:
-    if options.route == "compare":
+def _check_decoder(options: RunOptions) -> None:
+    given = json_object("--decoder-options", options.decoder_options)
+    batch = given.get("decode_batch", options.decode_batch)
+    if batch != 1 and options.route == "compare":
         raise Refused(
-            f"--decode-batch is {options.decode_batch} and routes are compared bit by bit in the "
-            "exact mode; leave --decode-batch out, or choose one route"
+            f"--decode-batch is {batch} and routes are compared bit by bit in the exact mode; "
+            "leave --decode-batch out, or choose one route"
         )
-    if options.decoder == "null":
-        raise Refused("--decode-batch is for a decoder that decodes, and null does not")
+    check_decoder(
+        options.decoder,
+        compiled=options.compiled,
+        given=given,
+        lanes=options.lanes,
+        decode_batch=options.decode_batch,
+    )
 
 
 def _check_failures(options: RunOptions) -> None:

@@ -50,6 +50,10 @@ def is_emulated(source: str, source_options: Mapping[str, Any]) -> bool:
     return source == RNGD.name and bool(source_options.get("emulate"))
 
 
-def pair_name(source: str, decoder: str, *, emulated: bool) -> str:
-    """A pair as it is named wherever a figure of it is shown; an emulated source always says so."""
-    return f"{source}{' (emulated)' if emulated else ''} -> {decoder}"
+def pair_name(source: str, decoder: str, *, emulated: bool, fake: bool) -> str:
+    """A pair as it is named wherever a figure of it is shown.
+
+    An emulated source always says so, and so does a decoder on a fake of its vendor's packages.
+    """
+    marks = " (emulated)" if emulated else "", " (fake)" if fake else ""
+    return f"{source}{marks[0]} -> {decoder}{marks[1]}"

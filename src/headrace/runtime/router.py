@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from array import array
 from collections import deque
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from headrace.channel import Channel, socket_pair
 from headrace.errors import HeadraceError, PeerDied, Refused, RemoteProtocolError, WouldBlock
@@ -39,6 +41,7 @@ from headrace.messages import (
 )
 from headrace.process import ChildProcess
 from headrace.runtime.config import OwnerConfig
+from headrace.runtime.interpreters import check_interpreter
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.tuning import Tuning, probe_tuning
 
@@ -65,10 +68,17 @@ class RouteResult:
 
 
 class OwnerClient:
-    """One owner process, as its router sees it. Used from one thread."""
+    """One owner process, as its router sees it. Used from one thread.
 
-    def __init__(self, config: OwnerConfig) -> None:
+    `interpreter`: of the environment that the decoder needs, or None for this process's own. A
+    source that names none runs in this process's environment then, and not in the decoder's.
+    """
+
+    def __init__(self, config: OwnerConfig, *, interpreter: str | None = None) -> None:
+        if interpreter is not None and config.source_python is None:
+            config = replace(config, source_python=sys.executable)
         self._config = config
+        self._interpreter = interpreter
         self._channel: Channel[ToOwner, FromOwner] | None = None
         self._child: ChildProcess | None = None
         self._up = False
@@ -83,8 +93,11 @@ class OwnerClient:
         """Spawn the owner and wait until it and its source can serve.
 
         Raises:
-            Refused: a user's mistake. OwnerFailed, PeerDied: it could not start.
+            Refused: a user's mistake, or the interpreter cannot run this headrace.
+            OwnerFailed, PeerDied: it could not start.
         """
+        if self._interpreter is not None:
+            check_interpreter(self._interpreter, "--decoder-python")
         if self._config.tune_copies:
             self.tuning = probe_tuning()
         ours, theirs = socket_pair(QUEUED_MESSAGES, QUEUED_NBYTES)
@@ -95,6 +108,7 @@ class OwnerClient:
                     f"--channel={theirs.fileno()}",
                     f"--config={msgspec.json.encode(self._config).decode()}",
                 ],
+                interpreter=self._interpreter,
                 inherit=[theirs.fileno()],
                 env=None if self.tuning is None else self.tuning.environment,
             )

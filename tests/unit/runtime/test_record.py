@@ -158,3 +158,57 @@ def test_a_trace_keeps_a_bounded_number_of_others_steps_and_none_after_the_end()
     steps = [each for each in request.owner_intervals if each.kind == "neighbour"]
     assert (waited, len(steps)) == (1024, 1025)
     assert record.measured(1).decode_in_the_way_ns == 1
+
+
+def parked(*, reserved: bool) -> tuple[Request, Record]:
+    """Granted without storage, all told, and one step of another before and after the final."""
+    request = Request(RequestId(1, 2), 4, RequestOptions(trace=True))
+    record = Record(request, 5)
+    record.granted(local=False, parked=True)
+    record.neighbour_decoded(50, 60)
+    record.heard(SourceFinal(ATTEMPT, 0, 0, "logits", 0, 8, 55), PLAN)
+    record.neighbour_decoded(60, 70)
+    if reserved:
+        record.reserved()
+    return request, record
+
+
+def test_a_parked_attempt_s_tail_begins_with_its_storage() -> None:
+    request, record = parked(reserved=True)
+    (parking,) = [each for each in request.owner_intervals if each.kind == "parked"]
+    begun_ns, ended_ns = parking.begun_ns, parking.ended_ns
+    record.neighbour_decoded(ended_ns - 1, ended_ns + 4)
+    record.publish()
+    measured = record.measured(1)
+    assert measured.storage_ns == measured.tail_begun_ns == ended_ns > measured.source_final_ns
+    assert measured.parked_ns == ended_ns - begun_ns > 0
+    assert measured.tail_ns == measured.published_ns - ended_ns
+    assert measured.tail_from_last_group_ns == measured.tail_ns
+    assert measured.decode_in_the_way_ns == 4  # what others decoded before was waited for anyhow
+
+
+def test_who_has_storage_first_is_never_parked() -> None:
+    request = Request(RequestId(1, 2), 4, RequestOptions(trace=True))
+    record = Record(request, 5)
+    record.reserved()
+    record.granted(local=False)
+    record.publish()
+    measured = record.measured(1)
+    assert measured.parked_ns == 0 < measured.storage_ns
+    assert "parked" not in kinds(request.owner_intervals)
+
+
+def test_parking_ends_with_a_terminal_too() -> None:
+    request, record = parked(reserved=False)
+    record.ended("failed", "deadline")
+    assert kinds(request.owner_intervals)[-2:] == ["parked", "ended"]
+    ended, parking = request.owner_intervals[-1], request.owner_intervals[-2]
+    assert (parking.name, parking.ended_ns) == ("no storage", ended.ended_ns)
+
+
+def test_an_attempt_that_goes_on_with_storage_has_it_since_then() -> None:
+    request = Request(RequestId(1, 2), 4, RequestOptions())
+    record = Record(request, 5)
+    record.reserved(9)
+    record.heard(SourceFinal(ATTEMPT, 0, 0, "logits", 0, 8, 65), PLAN)
+    assert (record.storage_ns, record.measured(1).tail_begun_ns) == (9, 65)

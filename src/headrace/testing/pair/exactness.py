@@ -210,7 +210,7 @@ def told(request: Request) -> dict[str, Any]:
         return {}
     return {
         "prefill_ns": figures.source_final_ns - figures.prefill_begun_ns,
-        "tail_ns": figures.published_ns - figures.source_final_ns,
+        "tail_ns": figures.tail_ns,
         "kv_nbytes": figures.kv_nbytes,
         "spans": figures.spans,
         "imports": figures.imports,

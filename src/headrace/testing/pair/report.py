@@ -20,8 +20,7 @@ def write(report: dict[str, Any], directory: Path) -> None:
 
 def _markdown(report: dict[str, Any]) -> Iterator[str]:
     asked, stamp = report["asked"], report["stamp"]
-    emulated = " (emulated)" if asked.get("emulate") else ""
-    yield f"# headrace check: {asked['source']}{emulated} -> {asked['decoder']}"
+    yield f"# headrace check: {asked['pair']}"
     yield ""
     yield f"**{report['verdict']}** in {report['seconds']:.0f} s"
     yield ""

@@ -1,6 +1,7 @@
 """Runs the pair suite outside of pytest, for `headrace check`, and gathers what came of it.
 
-What goes in and out is plain values, since the command line may not import this package.
+What goes in and out is plain values, since the command line may not import this package. A
+decoder's own environment runs it too, which need have msgspec alone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import msgspec
 from headrace.bench.rows import stamp
 from headrace.errors import DeviceError, HeadraceError, Refused
 from headrace.geometry import Manifest, kind_name
+from headrace.runtime.log import configure
 from headrace.testing.faulty import devices
 from headrace.testing.pair.cases import CASES, PairConformance
 from headrace.testing.pair.occupants import device_use
@@ -76,6 +78,24 @@ def run(
             report["cases"].append(_closing(closed))
     report["seconds"] = time.monotonic() - begun_s
     return report | judge(report)
+
+
+def run_asked(asked: dict[str, Any], told: Callable[[Any], None]) -> dict[str, Any]:
+    """`run` as another environment's process is asked for it; returns the report.
+
+    `asked` has `run`'s attributes, only and repeat. What is told is `[what, case]`, as `run` tells
+    it, or `["hung", report]`, after which the process ends.
+
+    Raises: as `run`.
+    """
+    configure("error")  # what is warned of here was ordered
+    return run(
+        asked["attributes"],
+        only=asked["only"],
+        repeat=asked["repeat"],
+        told=lambda what, case: told([what, case]),
+        hung=lambda report: told(["hung", report]),
+    )
 
 
 def judge(report: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.requests import Request, RequestOptions
 from headrace.runtime.supervisor import RestartPolicy
 from headrace.runtime.worker import SourceHandle
+from headrace.testing.conformance_decoder import state_counts
 from headrace.testing.conformance_engine import require
 from headrace.testing.faulty import Point
 from headrace.testing.pair.gate import Gate
@@ -47,7 +48,7 @@ class Stand:
         self._gates: list[Gate] = []
         self._decoder = Lent(pair.decoder, num_lanes)
         self.owner = DecoderOwner(self._decoder, context=pair.settings.context, **limits)
-        self._at_rest = dict(pair.decoder.statistics())
+        self._at_rest = state_counts(pair.decoder)
         try:
             self.attach(restart)
         except BaseException:
@@ -282,7 +283,7 @@ class Stand:
         """All is free, adds up, and the decoder's own counts are what they were at first."""
         self.until_free()
         self.owner.check_integrity()
-        now = dict(self.pair.decoder.statistics())
+        now = state_counts(self.pair.decoder)
         require(now == self._at_rest, f"the decoder counts {now}, and {self._at_rest} at first")
 
     def _all_free(self) -> bool:

@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import replace as struct_replace
 
 from headrace.backends.base import Caps, Decoder, Entry, Fence, Reservation, SlotView
-from headrace.backends.load import open_decoder
+from headrace.backends.load import open_decoder, size_options
 from headrace.backends.null import decoder_like
 from headrace.errors import DeviceError, HeadraceError
 from headrace.geometry import Layout, Manifest, Sliding
@@ -44,8 +44,9 @@ class Settings:
     """What is checked, and how thoroughly.
 
     source, decoder: names as `headrace run` takes them. context: positions of a lane and of a slot.
-    lanes: most that are asked of the decoder. num_decoded: tokens that each request decodes, where
-    the decoder does. within_s: how long anything may take that has no bound of its own.
+    lanes: most that are asked of a decoder that has several. num_decoded: tokens that each request
+    decodes, where the decoder does. within_s: how long anything may take that has no bound of its
+    own.
     """
 
     source: str
@@ -308,7 +309,8 @@ def open_named(settings: Settings, source: Manifest | None) -> Decoder:
         Refused, BackendUnavailable: it cannot be had, or its device is in use by another.
     """
     device_use("decoder", settings.decoder, settings.decoder_options, share=settings.share_device)
-    options = {"lanes": settings.lanes, "context": settings.context, **settings.decoder_options}
+    sizes = size_options(settings.decoder, lanes=settings.lanes, context=settings.context)
+    options: dict[str, Any] = {**sizes, **settings.decoder_options}
     if settings.decoder == "null" and source is not None:
         options["manifest"] = decoder_like(source)
     return open_decoder(settings.decoder, options)
