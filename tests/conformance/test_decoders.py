@@ -149,3 +149,58 @@ class TestCudaOnFakeBatched(TestCudaOnFakeLlama):
     family: ClassVar[str] = "gemma3"
     lengths: ClassVar[Sequence[int]] = (16, 40)
     fake: ClassVar[Mapping[str, Any]] = {"all_pinned": True, "decode_batch": 3, "seed": 2}
+
+
+class TestAtomOnFakeLlama(DecoderConformance):
+    """The ATOM decoder on a fake card; the prompts have several blocks each, the last in part."""
+
+    lanes: ClassVar[int] = 1
+    lengths: ClassVar[Sequence[int]] = (1, 16, 21)
+    site: ClassVar[Mapping[str, Any]] = {}
+
+    def make_decoder(self, lanes: int) -> Decoder:
+        atom_on_fake = pytest.importorskip("tests.conformance.atom_on_fake")
+        decoder: Decoder = atom_on_fake.Site(context=self.context, **self.site).open()
+        return decoder
+
+
+class TestAtomOnFakeHybrid(TestAtomOnFakeLlama):
+    lengths: ClassVar[Sequence[int]] = (1, 15, 16, 17, 40)
+    site: ClassVar[Mapping[str, Any]] = {"family": "gemma3", "clears": True, "leaks": True}
+
+
+class TestAtomOnFakeGemma4(TestAtomOnFakeLlama):
+    """Heads and widths differ from layer to layer, and the card moves parts of blocks."""
+
+    site: ClassVar[Mapping[str, Any]] = {"family": "gemma4", "sub_blocks": True}
+
+
+class TestAtomOnFakeEager(TestAtomOnFakeLlama):
+    """One block for all positions, declared wider than what is sent."""
+
+    lengths: ClassVar[Sequence[int]] = (1, 17)
+    site: ClassVar[Mapping[str, Any]] = {
+        "family": "gemma3",
+        "partition": None,
+        "sent": "bfloat16",
+        "needs_warm_up": "loses",
+    }
+
+
+class TestAtomOnFakePrivate(TestAtomOnFakeLlama):
+    """The private format has all values of bfloat16 that a prompt has here, so bytes come back."""
+
+    lengths: ClassVar[Sequence[int]] = (1, 21)
+    site: ClassVar[Mapping[str, Any]] = {
+        "family": "gemma3",
+        "sent": "bfloat16",
+        "number_format": "custom_float16",
+    }
+
+
+class TestAtomOnFakeConverted(TestAtomOnFakePrivate):
+    site: ClassVar[Mapping[str, Any]] = {
+        "sent": "bfloat16",
+        "number_format": "converted",
+        "sub_blocks": True,
+    }

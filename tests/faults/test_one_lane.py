@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import pytest
 
+from headrace.errors import Refused
+from headrace.telemetry.clocks import align
+from headrace.telemetry.recording import Run
+from headrace.telemetry.report import report_of
 from tests.faults.lab import LAYERS, NUM_TOKENS, Lab, prompt
 
 PER_ATTEMPT = LAYERS + 2  # steps of the gate
@@ -55,6 +60,81 @@ def test_a_decodes_while_b_is_prefilled(tmp_path: Path) -> None:
         lab.assert_exact(b, prompt(2))
         lab.owner.release(b)
         lab.settle()
+
+
+def test_waiting_for_the_lane_is_measured_apart_from_the_tail(tmp_path: Path) -> None:
+    """B is all there long before A goes; its tail is what was left to do from then on."""
+    with Lab(tmp_path, lanes=1) as lab:
+        lab.gate.open()
+        a = lab.submit(prompt(1), hold=True)
+        lab.until_done(a)
+        b = lab.submit(prompt(2), trace=True)
+        lab.until(lambda: lab.counts("slots").get("ready") == 1, "B is all there")
+        before_ns = time.monotonic_ns()
+        lab.owner.release(a)
+        lab.until_done(b)
+        measured = b.measured
+        assert measured is not None
+        assert measured.source_final_ns < before_ns < measured.storage_ns == measured.tail_begun_ns
+        (parked,) = [each for each in b.owner_intervals if each.kind == "parked"]
+        assert measured.parked_ns == parked.ended_ns - parked.begun_ns
+        assert measured.storage_ns == parked.ended_ns
+        assert all(each.begun_ns >= parked.ended_ns for each in b.imports)
+        run = Run(
+            name="b",
+            route="streamed",
+            num_tokens=NUM_TOKENS,
+            outcome=b.outcome,
+            source=tuple(b.source_intervals),
+            owner=tuple(b.owner_intervals),
+            measured=measured,
+        )
+        told = report_of(align(run))
+        assert (told.tail_ns, told.parked_ns) == (measured.tail_ns, measured.parked_ns)
+        assert told.tail_from_last_group_ns == measured.tail_from_last_group_ns
+        lab.settle()
+
+
+def test_who_is_cancelled_while_parked_was_parked_until_then(tmp_path: Path) -> None:
+    with Lab(tmp_path, lanes=1) as lab:
+        lab.gate.open()
+        a = lab.submit(prompt(1), hold=True)
+        lab.until_done(a)
+        b = lab.submit(prompt(2), trace=True)
+        lab.until_count("handoffs", "parked", 1)
+        lab.owner.cancel(b)
+        parked, ended = (
+            next(each for each in b.owner_intervals if each.kind == kind)
+            for kind in ("parked", "ended")
+        )
+        assert parked.begun_ns < parked.ended_ns == ended.begun_ns
+        assert (parked.name, b.measured) == ("no storage", None)
+        lab.owner.release(a)
+        lab.settle()
+
+
+def test_depth_0_turns_prefetch_off(tmp_path: Path) -> None:
+    """With slots to spare nobody is parked, and each request is what it is with prefetch."""
+    came = []
+    for depth in (0, 2):
+        directory = tmp_path / str(depth)
+        directory.mkdir()
+        with Lab(directory, lanes=1, slots=3, prefetch_depth=depth) as lab:
+            lab.gate.open()
+            requests = [lab.submit(prompt(seed), max_tokens=3) for seed in range(6)]
+            parked = 0
+            while not all(request.done for request in requests):
+                lab.owner.turn(0.05)
+                parked += lab.counts("handoffs").get("parked", 0)
+            assert bool(parked) == bool(depth)
+            lab.settle()
+            came.append([(each.tokens, each.kv_digests) for each in requests])
+    assert came[0] == came[1]
+
+
+def test_a_prefetch_depth_below_0_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="prefetch_depth is -1; it is a number of requests"):
+        Lab(tmp_path, lanes=1, prefetch_depth=-1)
 
 
 def test_one_slot_means_no_prefetch(tmp_path: Path) -> None:

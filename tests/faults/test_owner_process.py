@@ -20,6 +20,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from headrace.bench import paced, paced_lane
+from headrace.bench.geometries import GEOMETRIES
 from headrace.errors import PeerDied, Refused
 from headrace.messages import Sampling, Submit
 from headrace.protocol.books import Limits
@@ -112,6 +114,36 @@ def test_results_are_kept_for_whoever_asks_later(tmp_path: Path) -> None:
         assert late.ended.label == second
         assert early.ended.label == first
         assert len(early.tokens) == len(late.tokens) == 1
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_prefetch_depth_is_that_of_the_config(depth: int) -> None:
+    """0 turns prefetch off: the next request is not granted a slot while the one lane decodes."""
+    pace = {"mb_per_s": 1e5, "step_ms": 1.0}
+    options = {"geometry": "llama-3.1-8b", "context": CONTEXT, **pace}
+    decoder = GEOMETRIES["llama-3.1-8b"].decoder()
+    asked = OwnerConfig(
+        paced_lane.FACTORY,
+        options,
+        paced.FACTORY,
+        paced.options_for(decoder, 4, 1e9),
+        CONTEXT,
+        prefetch_depth=depth,
+    )
+    decoding = dataclasses.replace(STREAMED, max_tokens=40, audit=False)
+    client = OwnerClient(asked)
+    try:
+        assert client.start().lanes == 1
+        labels = [client.submit([1, 2, 3, 4], decoding) for _ in range(2)]
+        first, second = (client.result(label) for label in labels)
+        assert first.ended.measured is not None
+        assert second.ended.measured is not None
+        assert first.tokens == second.tokens
+        assert len(first.tokens) == 40
+        assert first.ended.measured.parked_ns == 0
+        assert bool(second.ended.measured.parked_ns) == bool(depth)
+    finally:
+        client.close()
 
 
 @pytest.mark.parametrize("spans", [None, 0, 2, LAYERS])

@@ -113,7 +113,7 @@ EXAMPLES: dict[Decode, list[Message]] = {
         Down(True, "no such model"),
         Token(1, 2),
         Events(1, "source", (Interval("write", "layer group 0", 1, 2, 3, "host"),)),
-        Ended(1, "finished", "", "", Measured(*range(15)), "ab", ("cd", "ef"), "", ("x",), CHOICE),
+        Ended(1, "finished", "", "", Measured(*range(17)), "ab", ("cd", "ef"), "", ("x",), CHOICE),
         Ended(1, "failed", "why", "prompt", None, "", (), "no-source", ("a", "b"), None),
         Inspected(
             (("lanes", "free", 1), ("lanes", "held", -1)),
@@ -318,7 +318,7 @@ def test_the_largest_control_messages_stay_under_64_kib() -> None:
     assert len(encode(Failed(A, U64, U64, "\N{GOAT}" * MAX_TEXT))) < CONTROL_NBYTES
     goats = ("\N{GOAT}" * MAX_ATTEMPT_TEXT,) * MAX_ATTEMPTS
     digests = ("0" * 32,) * MAX_LAYERS
-    measured = Measured(*(U64,) * 15)
+    measured = Measured(*(U64,) * 17)
     reason = "\N{GOAT}" * MAX_TEXT
     choice = RouteChoice("streamed", U64, U64, "\N{GOAT}" * MAX_CHOICE_TEXT)
     ended = Ended(

@@ -17,7 +17,15 @@ from typing import Annotated, Any
 import torch
 from msgspec import Meta, Struct
 
-from headrace.backends.base import Caps, Done, Entry, Fence, Reservation, SlotView
+from headrace.backends.base import (
+    Caps,
+    Done,
+    Entry,
+    Fence,
+    Reservation,
+    ReserveFailed,
+    SlotView,
+)
 from headrace.backends.options import read_options
 from headrace.engine.atom import preflight
 from headrace.engine.atom.caches import layers_of
@@ -26,10 +34,11 @@ from headrace.engine.atom.compiled import CompiledDecoder
 from headrace.engine.atom.lane import AtomLane, same_for_all
 from headrace.engine.atom.rebellions import sdk_named
 from headrace.engine.atom.record import Verified, verified
+from headrace.engine.atom.sdk import Sdk
 from headrace.engine.checkpoint import fingerprint
 from headrace.engine.tensors import as_bytes, check_region, over_address
-from headrace.errors import Closed, LocalProtocolError, Refused, WouldBlock
-from headrace.geometry import Layout, Manifest
+from headrace.errors import Closed, DeviceError, LocalProtocolError, Refused, WouldBlock
+from headrace.geometry import Layout, Manifest, Part
 from headrace.plan import Copy
 
 LANE = 0
@@ -73,6 +82,12 @@ def open(config: Mapping[str, Any]) -> AtomDecoder:
         preflight.check(sys.executable, device=options.device, share=options.share_device)
     sdk = sdk_named(options.sdk)
     found = verified(sdk, options.device, Path(options.compiled))
+    _check_checkpoint(found, options)
+    return decoder_on(sdk, found, options)
+
+
+def decoder_on(sdk: Sdk, found: Verified, options: Options) -> AtomDecoder:
+    """The decoder over packages of which `found` holds; raises as `open` does."""
     torch.set_num_threads(options.threads)
     compiled = CompiledDecoder(sdk, options.compiled, options.device)
     return AtomDecoder(
@@ -105,7 +120,7 @@ class AtomDecoder:
         """Raises: Refused: a cast is lossy, and `lossy` is not set."""
         _check_casts(lane.casts, lossy=lossy)
         exact = all(cast.exact for cast in lane.casts)
-        self.caps = Caps(max_lanes=1, reads_back=exact)
+        self.caps = Caps(max_lanes=1, reads_back=exact, work=tuple(lane.counts))
         self.facts = {**facts, "cast": same_for_all(lane.casts)}
         self._compiled: CompiledDecoder | None = compiled
         self._lane = lane
@@ -123,17 +138,21 @@ class AtomDecoder:
         Raises:
             WouldBlock: it is taken.
             LocalProtocolError: the prompt can never fit.
-            DeviceError: it has to be cleared, and that failed.
+            ReserveFailed: it has to be cleared, and that failed; it is taken until it is freed.
         """
+        self._open()
         longest = self._manifest.max_positions
         if not 1 <= num_tokens <= longest:
             raise LocalProtocolError(f"{num_tokens} tokens, the lane holds 1 to {longest}")
         if self._held is not None:
             raise WouldBlock("the one lane is taken")
-        self._lane.begin(num_tokens)
         self._serial += 1
-        self._held = Reservation(LANE, num_tokens, self._serial)
-        return self._held
+        self._held = reservation = Reservation(LANE, num_tokens, self._serial)
+        try:
+            self._lane.begin(num_tokens)
+        except DeviceError as exc:
+            raise ReserveFailed(f"the lane was not cleared: {exc}", reservation) from exc
+        return reservation
 
     def begin_import(
         self, reservation: Reservation, slot: SlotView, copies: Sequence[Copy]
@@ -149,7 +168,7 @@ class AtomDecoder:
         for copy in copies:
             self._check_copy(copy, slot, reservation.num_tokens)
         for copy in copies:
-            part = self._manifest.layers[copy.layer].parts[copy.part]
+            part = self._part(copy)
             cells = over_address(
                 slot.address, copy.source, part, copy.stop - copy.start, slot.layout
             )
@@ -160,11 +179,12 @@ class AtomDecoder:
         """The prompt's bytes of a copy's cells, as the card has them.
 
         Raises:
-            LocalProtocolError: `held` is stale, or the lane does not hold these positions any
-                more.
+            LocalProtocolError: `held` is stale, or the lane never held these positions, or does not
+                any more.
             DeviceError: the card failed.
         """
         self._check(held, type(held))
+        self._part(copy)
         if self._decoded and self._lane.slid(copy.layer, held.num_tokens + self._decoded):
             raise LocalProtocolError(
                 f"positions [{copy.start}, {copy.stop}) of layer {copy.layer}: its window moved on"
@@ -236,6 +256,7 @@ class AtomDecoder:
     def _open(self) -> CompiledDecoder:
         if self._compiled is None:
             raise Closed("the atom decoder was closed")
+        self._compiled.check_thread("a call")
         return self._compiled
 
     def _check(self, held: Reservation | Entry, kind: type) -> None:
@@ -244,20 +265,19 @@ class AtomDecoder:
             raise LocalProtocolError(f"{held} is not what the lane holds: {self._held}")
 
     def _check_copy(self, copy: Copy, slot: SlotView, num_tokens: int) -> None:
+        part = self._part(copy)
+        positions = copy.stop - copy.start
+        check_region(copy.source, part, positions, slot.layout, slot.buffer.nbytes)
+        self._lane.check_rows(copy.layer, copy.part, copy.start, copy.stop)
+
+    def _part(self, copy: Copy) -> Part:
         layers = self._manifest.layers
         if not 0 <= copy.layer < len(layers):
             raise LocalProtocolError(f"layer {copy.layer}, the model has {len(layers)}")
         layer = layers[copy.layer]
         if not 0 <= copy.part < len(layer.parts):
             raise LocalProtocolError(f"part {copy.part} of {layer.name}")
-        check_region(
-            copy.source,
-            layer.parts[copy.part],
-            copy.stop - copy.start,
-            slot.layout,
-            slot.buffer.nbytes,
-        )
-        self._lane.check_rows(copy.layer, copy.part, copy.start, copy.stop)
+        return layer.parts[copy.part]
 
 
 def _check_casts(casts: Sequence[Cast], *, lossy: bool) -> None:
@@ -268,6 +288,16 @@ def _check_casts(casts: Sequence[Cast], *, lossy: bool) -> None:
             "'{\"lossy\": true}' to go on and have such values counted, or compile the model for "
             "another dtype",
             field="lossy",
+        )
+
+
+def _check_checkpoint(found: Verified, options: Options) -> None:
+    """The compiled model tells no fingerprint; its probe compared it with one that does."""
+    if found.checkpoint != fingerprint(Path(options.model)):
+        raise Refused(
+            f"{options.compiled} was probed with another checkpoint than {options.model}; name the "
+            "one that it was compiled from",
+            field="model",
         )
 
 

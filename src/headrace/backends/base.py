@@ -139,7 +139,8 @@ class Caps:
     decodes: whether `decode_step` computes anything. decode_batch: most entries that one decode
     step computes together; 1 is the exact mode, one sequence per forward. copies: how to feed a
     device that copies by itself. reads_back: whether `read` gives the very bytes that were sent,
-    which a cache of another number format cannot.
+    which a cache of another number format cannot. work: the names of those statistics that count
+    what was done, and so only grow; all others are equal again when all is free again.
     """
 
     max_lanes: int
@@ -149,6 +150,7 @@ class Caps:
     decode_batch: int = 1
     copies: CopyTuning | None = None
     reads_back: bool = True
+    work: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

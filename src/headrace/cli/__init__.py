@@ -10,6 +10,7 @@ from dataclasses import fields
 from cyclopts import App, CycloptsError
 
 from headrace.cli.arguments import check_text
+from headrace.cli.atom import atom_app
 from headrace.cli.bench import bench_app
 from headrace.cli.check import check
 from headrace.cli.doctor import doctor
@@ -36,6 +37,7 @@ app.command(doctor)
 app.command(owner_app)
 app.command(models_app)
 app.command(rngd_app)
+app.command(atom_app)
 app.command(bench_app)
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130

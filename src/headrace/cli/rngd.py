@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +11,8 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.text import Text
 
-from headrace.cli.arguments import check_count, check_output
+from headrace.cli.arguments import check_count, check_given, check_output
+from headrace.cli.children import NOTHING_DONE, ended, run_tied, show_record
 from headrace.engine import environments
 from headrace.engine.environment_making import give_up, make
 from headrace.engine.environments import RNGD
@@ -21,14 +20,11 @@ from headrace.engine.models import resolve
 from headrace.engine.rngd import preflight
 from headrace.engine.rngd.probes import COMPILER, FAMILIES, PES_PER_CARD, find_toolchain
 from headrace.errors import BackendUnavailable, HeadraceError, Refused
-from headrace.process import PARENT_PID_VARIABLE
 
 PROBE_MODULE = "headrace.engine.rngd.probe"
 COMPILE_MODULE = "headrace.engine.rngd.compile_ahead"
-TIED_MODULE = "headrace.runtime.tied"
 CARDS = 1024
 CHIPS = (1, 2, 4)
-NOTHING_DONE = 2
 TOLD_COLUMNS = 72
 PROVE_TIMEOUT_S = 300.0
 
@@ -60,8 +56,8 @@ def setup(
     dry_run
         Say what would be done, and do nothing.
     """
-    _check_given("--directory", directory)
-    _check_given("--python", python)
+    check_given("--directory", directory)
+    check_given("--python", python)
     default = environments.default_directory(RNGD)
     place = default if directory is None else Path(directory).expanduser().absolute()
     console = Console(stderr=True, highlight=False)
@@ -106,11 +102,6 @@ def _announce(console: Console, directory: Path, python: str) -> None:
 def _say(console: Console, *lines: str) -> None:
     for line in lines:
         console.print(line, soft_wrap=True, markup=False)
-
-
-def _check_given(flag: str, given: str | None) -> None:
-    if given is not None and not given.strip():
-        raise Refused(f"{flag} is empty; name one, or leave it out", field=flag.removeprefix("--"))
 
 
 def _broken(directory: Path) -> BackendUnavailable | None:
@@ -185,7 +176,7 @@ def probe(
     check_count("--device", device, least=0, limit=CARDS)
     if chips not in CHIPS:
         raise Refused(f"--chips is {chips}; choose 1, 2 or 4", field="chips")
-    _check_given("--python", python)
+    check_given("--python", python)
     name = "emulated" if emulate else f"furiosa:{device}"
     if out is not None:
         out = out.expanduser().absolute()
@@ -198,8 +189,8 @@ def probe(
         *(["--emulate"] if emulate else []),
         *([] if out is None else [f"--out={out}"]),
     ]
-    status, told = _child(interpreter, PROBE_MODULE, arguments)
-    return _probed(name, status, told, out)
+    status, told = run_tied(interpreter, PROBE_MODULE, arguments)
+    return show_record(name, status, told, out)
 
 
 @rngd_app.command(name="compile")
@@ -234,7 +225,7 @@ def compile_kernels(
         check_count("--max-positions", max_positions)
     for size in token_buckets:
         check_count("--token-buckets", size)
-    _check_given("--python", python)
+    check_given("--python", python)
     interpreter = python or environments.find(RNGD)
     find_toolchain()
     directory = resolve(model)
@@ -246,9 +237,9 @@ def compile_kernels(
         *(["--token-buckets", *map(str, token_buckets)] if token_buckets else []),
         *([] if cache is None else [f"--cache={cache.expanduser().absolute()}"]),
     ]
-    status, _ = _child(interpreter, COMPILE_MODULE, arguments)
+    status, _ = run_tied(interpreter, COMPILE_MODULE, arguments)
     if status not in (0, NOTHING_DONE):
-        raise HeadraceError(f"compiling {_ended(status)}; what was done is kept")
+        raise HeadraceError(f"compiling {ended(status)}; what was done is kept")
     return status
 
 
@@ -260,45 +251,3 @@ def _families(directory: Path) -> tuple[str, ...]:
         return ()
     model_type = config.get("model_type") if isinstance(config, dict) else None
     return (model_type,) if model_type in FAMILIES else ()
-
-
-def _child(interpreter: str, module: str, arguments: list[str]) -> tuple[int, bytes]:
-    """Run a module there, in a child that ends with this process; its status and what it printed.
-
-    What it says meanwhile, on standard error, is shown.
-    """
-    own = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", PARENT_PID_VARIABLE: str(os.getpid())}
-    done = subprocess.run(
-        [interpreter, "-m", TIED_MODULE, module, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        env={**os.environ, **own},
-        check=False,
-    )
-    return done.returncode, done.stdout
-
-
-def _probed(name: str, status: int, printed: bytes, out: Path | None) -> int:
-    """Print the path of the record that a probe wrote; returns its status.
-
-    It is the last line that names a file: a vendor's library may print as the process ends.
-
-    0: the source can use what was found. 1: it cannot. 2: nothing could be probed.
-    """
-    if status == NOTHING_DONE:
-        return status  # it has said why
-    if status not in (0, 1):
-        record = f", and its record so far is {out}" if out is not None and out.is_file() else ""
-        raise HeadraceError(f"the probe of {name} {_ended(status)}{record}")
-    told = printed.decode(errors="replace").splitlines()
-    path = next((line for line in reversed(told) if os.path.isfile(line)), None)
-    if path is None:
-        raise HeadraceError(f"the probe of {name} wrote no record")
-    print(path)
-    return status
-
-
-def _ended(status: int) -> str:
-    if status < 0:
-        return f"ended with signal {-status}"
-    return f"ended with exit status {status}; it said why above"

@@ -73,7 +73,7 @@ def fingerprint(directory: Path) -> str:
                 descriptors[entry.file] = os.open(entry.file, os.O_RDONLY)
             # The JSON list delimits the fields: no name can run into a shape.
             digest.update(json.dumps([entry.name, entry.dtype, entry.shape]).encode())
-            for start, end in _sampled(entry.start, entry.end):
+            for start, end in sampled(entry.start, entry.end):
                 digest.update(_read_exactly(descriptors[entry.file], start, end, entry.file))
     finally:
         for descriptor in descriptors.values():
@@ -153,7 +153,7 @@ def _entry(
     return TensorEntry(name, dtype, tuple(shape), file, payload_start + start, payload_start + end)
 
 
-def _sampled(start: int, end: int) -> Iterator[tuple[int, int]]:
+def sampled(start: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges to hash: first, evenly spaced and last block, or all of a small tensor."""
     nbytes = end - start
     if nbytes <= BLOCK_NBYTES * (INNER_BLOCKS + 2):

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from headrace.backends import rngd
+from headrace.engine import records
+from headrace.engine.records import Finding
 from headrace.engine.rngd import cards, preflight, record
 from headrace.engine.rngd.card import CardExecutor
-from headrace.engine.rngd.record import Finding, Record
+from headrace.engine.rngd.record import Record
 from headrace.engine.rngd.sdk import Sdk
 from headrace.errors import BackendUnavailable, Refused
 from headrace.testing.fake_furiosa import FakeFuriosa
@@ -77,7 +79,7 @@ def write(device: int, narrow: bool = True, whole: bool = True, **more: Any) -> 
         sdk=sdk.name, packages=packages, card=card, chips=1, made="", findings=findings, **more
     )
     path = record.path_of(sdk, card, 1)
-    record.write(made, path)
+    records.write(made, path)
     return path
 
 

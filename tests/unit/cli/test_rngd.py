@@ -538,7 +538,7 @@ def test_an_emulated_pair_is_called_so(
     asked = _asked(given, 64)
     assert asked["emulate"] is emulated
     report = {"cases": [], "passed": True, "verdict": "all held", "seconds": 1.0}
-    _print(Console(width=100), report, given, emulated=asked["emulate"])
+    _print(Console(width=100), report, given, pair=asked["pair"])
     mark = " (emulated)" if emulated else ""
     assert f"{given.source}{mark} -> cpu: all held" in capsys.readouterr().out
     stamp = {"commit": "", "dirty": False, "headrace": "", "cpu": "", "cpus": 1, "python": ""}
@@ -564,7 +564,8 @@ def test_run_says_that_it_was_emulated(
     given = RunOptions(source="rngd", route="streamed", json=not as_text, **options)
     source_options = {"emulate": given.emulate} | json.loads(given.source_options)
     emulated = is_emulated("rngd", source_options)
-    assert _report(given, ByteText(), [1], {"streamed": result}, emulated=emulated) == 0
+    marks = {"emulated": emulated, "fake": False}
+    assert _report(given, ByteText(), [1], {"streamed": result}, marks) == 0
     shown = capsys.readouterr()
     if as_text:
         assert ("rngd (emulated) -> cpu" in shown.err) is bool(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -28,12 +29,14 @@ class StandIn:
 
     asked: list[RequestOptions]
     config: OwnerConfig
+    interpreter: str | None
     failure: Exception | None = None
     ended: Ended | None = None
 
-    def __init__(self, config: OwnerConfig) -> None:
+    def __init__(self, config: OwnerConfig, *, interpreter: str | None = None) -> None:
         StandIn.asked = []
         StandIn.config = config
+        StandIn.interpreter = interpreter
 
     def start(self) -> None:
         if self.failure is not None:
@@ -141,15 +144,21 @@ def test_a_source_python_that_is_none(
 
 
 def test_a_source_that_died_in_a_python_of_ours_is_a_failure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho headrace\n")
-    python.chmod(0o755)
     monkeypatch.setattr(StandIn, "failure", OwnerFailed("source replay died"))
-    for given in (["--source-python", str(python)], []):
+    for given in (["--source-python", sys.executable], []):
         assert run_command([*RUN, *given]) == 1
         assert capsys.readouterr().err == "headrace: source replay died\n"
+
+
+def test_the_owner_runs_in_the_decoders_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    report(capsys)
+    assert StandIn.interpreter is None
+    report(capsys, "--decoder-python", "/a/python", "--decoder-options", '{"speed": 3}')
+    assert StandIn.interpreter == "/a/python"
+    assert StandIn.config.decoder_options["speed"] == 3
+    assert StandIn.config.source_python is None  # it is the router's: see OwnerClient
 
 
 def test_choosing_tokens_without_numpy_says_what_to_do(

@@ -68,3 +68,8 @@ def block_table(max_blocks: int, num_blocks: int) -> list[int]:
     Where the card has fewer, the last one stands for those that are never reached.
     """
     return [min(at, num_blocks - 1) for at in range(max_blocks)]
+
+
+def lane_blocks(cache: Cache, positions: int) -> range:
+    """The blocks of a lane of so many positions; a sliding window has one."""
+    return range(-(-positions // cache.rows) if cache.kind == "full" else 1)

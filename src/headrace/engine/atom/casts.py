@@ -109,4 +109,9 @@ class Cast:
         """What `stored` (a mirror's rows) says, in the sent dtype."""
         if self.number_format == "custom_float16":
             return number_format.decode(stored, self.sent_dtype)
-        return stored.to(self.sent_dtype)
+        found = stored.to(self.sent_dtype)
+        if (self.sent, self.declared) != ("bfloat16", "float32"):
+            return found
+        # Which NaN it is would be lost, and poison is one: a bfloat16 is half of its float32.
+        halves = (stored.contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+        return torch.where(stored.isnan(), halves, found)

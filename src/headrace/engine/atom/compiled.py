@@ -8,7 +8,8 @@ return. Nothing here knows what the caches hold.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -38,19 +39,21 @@ class CompiledDecoder:
             Refused: it is not compiled as it has to be; the text says how.
         """
         self._thread = threading.get_ident()
+        self._inside = ""
         hint = "Check the card with rbln-smi, and that the directory was compiled for it"
         with raised_as(lambda why: BackendUnavailable(VENDOR, "no_device", "load", why, hint)):
             self._model = sdk.load(directory, device)
             self.config = self._model.rbln_config
             self._runtime = self._model.prefill_decoder.runtime
         check_calls(self._runtime)
+        check_mask(self.config)
         self.caches: tuple[Cache, ...] = read_caches(self.config.cache_metas)
         self._decode = self._decoder_of_one()
         full = [each for each in self.caches if each.kind == "full"]
         longest = int(self.config.max_seq_len)
         self.positions = min([longest, *(each.blocks * each.rows for each in full)])
         self._tables = self._block_tables(full, longest)
-        self._masked = bool(self.config.use_attention_mask and self.config.use_position_ids)
+        self._masked = bool(self.config.use_attention_mask)
 
     @property
     def max_positions(self) -> int:
@@ -116,10 +119,26 @@ class CompiledDecoder:
             )
             return self._row(made.logits)
 
-    def _called(self, what: str) -> Any:
+    def check_thread(self, what: str) -> None:
+        """Raises: LocalProtocolError: this is not the thread that loaded it."""
         if threading.get_ident() != self._thread:
             raise LocalProtocolError(f"{what} from a second thread: the runtime is one thread's")
-        return raised_as(lambda why: DeviceError(f"{what} failed: {why}"))
+
+    def _enter(self, what: str) -> None:
+        """One call at a time: what the runtime does of one within another is not known."""
+        self.check_thread(what)
+        if self._inside:
+            raise LocalProtocolError(f"{what} within {self._inside}")
+        self._inside = what
+
+    @contextmanager
+    def _called(self, what: str) -> Iterator[None]:
+        self._enter(what)
+        try:
+            with raised_as(lambda why: DeviceError(f"{what} failed: {why}")):
+                yield
+        finally:
+            self._inside = ""
 
     def _row(self, logits: torch.Tensor) -> torch.Tensor:
         # What the card writes next may go to the same memory.
@@ -149,6 +168,16 @@ class CompiledDecoder:
         if len(full) < len(self.caches):
             tables["local_block_tables"] = torch.tensor([[LANE]], dtype=torch.int16)
         return tables
+
+
+def check_mask(config: Any) -> None:
+    """Raises: Refused: decode would look at what the model's own prefill says is there."""
+    if config.use_attention_mask and not config.use_position_ids:
+        raise Refused(
+            "the compiled model has an attention mask and no position ids, and its mask knows of "
+            "no position that was imported; compile it without use_attention_mask",
+            field="compiled",
+        )
 
 
 def check_calls(runtime: Any) -> None:

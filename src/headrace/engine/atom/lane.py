@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from headrace.engine.atom.blocks import Rows, needed, rows_of, window_start
+from headrace.engine.atom.blocks import Rows, lane_blocks, needed, rows_of, window_start
 from headrace.engine.atom.caches import Cache
 from headrace.engine.atom.casts import Cast
 from headrace.engine.atom.compiled import CompiledDecoder
@@ -87,8 +87,10 @@ class AtomLane:
         )
         if verified.warms_up:
             compiled.prefill(WARM_UP_TOKENS)
+        self._mark()
         self._check_health()
         self._clear()  # what lies in a card's memory at first may be no number
+        self._check_health()
 
     @property
     def casts(self) -> list[Cast]:
@@ -185,17 +187,22 @@ class AtomLane:
         self._caches = []
         self._scratch = {}
 
-    def _check_health(self) -> None:
-        """Write a block of the first and of the last cache, and see that it is there.
-
-        After a process ended abruptly a card may answer every call and do nothing.
-        """
+    def _mark(self) -> None:
+        """Write other numbers than zeros into a block of the first and of the last cache."""
         for each in (self._caches[0], self._caches[-1]):
             cells = torch.arange(1.0, 1.0 + each.cache.heads).view(-1, 1, 1)
             cells = cells.expand(-1, each.cache.rows, each.cache.head_dim).to(each.cast.sent_dtype)
             each.cast.store(each.mirror.rows[0], cells)
             each.soiled[0] = each.cache.rows
             self._compiled.update(each.cache, each.mirror, 0, each.cache.rows)
+
+    def _check_health(self) -> None:
+        """See that the first and the last cache hold what was written last.
+
+        After a process ended abruptly a card may answer every call and do nothing. It may still
+        hold the marks of that process, or its zeros, but not both in turn.
+        """
+        for each in (self._caches[0], self._caches[-1]):
             landed = self._fetched(each, 0, each.cache.rows)
             if not torch.equal(_bits(landed), _bits(each.mirror.rows[0])):
                 raise BackendUnavailable(
@@ -244,7 +251,7 @@ class AtomLane:
     def _clear(self) -> None:
         """Put zeros into every block of the lane."""
         for each in self._caches:
-            for number in _lane_blocks(each.cache, self._compiled.positions):
+            for number in lane_blocks(each.cache, self._compiled.positions):
                 self._zero_behind(each, number, 0)
                 self._compiled.update(each.cache, each.mirror, number, each.cache.rows)
                 self._count_flush(each, each.cache.rows)
@@ -255,11 +262,6 @@ class AtomLane:
         self.counts["flushes"] += 1
         row_nbytes = cache.heads * cache.head_dim * each.cast.stored_dtype.itemsize
         self.counts["flushed_nbytes"] += rows * row_nbytes
-
-
-def _lane_blocks(cache: Cache, positions: int) -> range:
-    """The blocks of a lane of so many positions; a sliding window has one."""
-    return range(-(-positions // cache.rows) if cache.kind == "full" else 1)
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,12 @@ def nbytes_of(cache: Cache, stored: torch.dtype) -> int:
 
 
 def require_mirrors(caches: Sequence[Cache], stored: Sequence[torch.dtype]) -> None:
-    """Raises: Refused: the host has not the memory for all mirrors."""
-    total = sum(nbytes_of(*each) for each in zip(caches, stored, strict=True))
+    """For all mirrors, and one more of each shape to fetch into.
+
+    Raises:
+        Refused: the host has not the memory.
+    """
+    mirrors = list(zip(caches, stored, strict=True))
+    shapes = {(cache.shape, dtype): nbytes_of(cache, dtype) for cache, dtype in mirrors}
+    total = sum(nbytes_of(*each) for each in mirrors) + sum(shapes.values())
     require_memory(total, "host mirrors of the card's caches")

@@ -99,3 +99,33 @@ def test_what_it_cannot_do_is_refused_by_name(dtype: str) -> None:
         Cast(dtype, "float32", "declared")
     with pytest.raises(Refused, match=f"the cache is {dtype}"):
         Cast("float32", dtype, "custom_float16")
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=name)
+def test_pieces_make_no_difference(cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any size, also less than a row: each value is stored once, and counted once."""
+    values = every_value(cast.sent)[0, :1260, 0].reshape(2, 21, 30)
+    whole = torch.empty(values.shape, dtype=cast.stored_dtype)
+    changed = cast.store(whole, values)
+    for piece in (1, 60, 150, 1200):
+        monkeypatch.setattr("headrace.engine.atom.casts._PIECE", piece)
+        stored = torch.zeros_like(whole)
+        assert cast.store(stored, values) == changed
+        assert torch.equal(stored.view(torch.uint8), whole.view(torch.uint8))
+
+
+@pytest.mark.parametrize("cast", [cast for cast in CASTS if cast.exact], ids=name)
+def test_an_exact_cast_gives_poison_back(cast: Cast) -> None:
+    """It is a NaN whose payload tells it from any other, and is looked for in what is read."""
+    poison = torch.tensor([0x7FF5] * 24, dtype=torch.int16).view(DTYPES[cast.sent]).view(2, -1, 2)
+    stored = torch.empty(poison.shape, dtype=cast.stored_dtype)
+    assert cast.store(stored, poison) == 0
+    assert torch.equal(cast.load(stored).view(torch.int16), poison.view(torch.int16))
+
+
+def test_every_bfloat16_comes_back_from_float32_bit_by_bit() -> None:
+    cast = Cast("bfloat16", "float32", "declared")
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(1, -1, 1)
+    stored = torch.empty(bits.shape)
+    cast.store(stored, bits.view(torch.bfloat16))
+    assert torch.equal(cast.load(stored).view(torch.int16), bits)
