@@ -110,9 +110,8 @@ def usable(record: Record, path: Path, hint: str) -> Verified:
         raise _unverified(path, f"the probe died in its step {record.unfinished!r}", hint)
     if failed is not None:
         raise _unverified(path, *failed)
-    found = record.fact("number_format", "found")
     return Verified(
-        number_format="declared" if found == "declared" else "custom_float16",
+        number_format=_format(record) or "declared",
         sub_blocks=record.fact("sub_blocks", "works") is True,
         clears=record.fact("reuse", "clears") is not False,
         warms_up=record.fact("warm_up", "needed") is True,
@@ -142,6 +141,20 @@ def _failings(record: Record, hint: str) -> Iterator[tuple[str, str]]:
             yield f"step {step}: {why}{error}", remedy
 
 
+def _format(record: Record) -> NumberFormat | None:
+    """What a mirror's elements must be; None if it was not found.
+
+    A card whose cache reads as it is declared, and that gives numbers back as its own 16-bit float
+    has them, converts by itself.
+    """
+    match record.fact("number_format", "found"):
+        case "declared":
+            return "converted" if record.fact("round_trip", "converted") is True else "declared"
+        case "custom_float16":
+            return "custom_float16"
+    return None
+
+
 def _no_calls(record: Record) -> str:
     if (finding := record.findings.get("calls")) is None or finding.error:
         return "the compiled model was not opened"
@@ -156,7 +169,7 @@ def _no_transfer(record: Record) -> str:
 
 
 def _no_format(record: Record) -> str:
-    if record.fact("number_format", "found") in ("declared", "custom_float16"):
+    if _format(record) is not None:
         return ""
     return "it was not found in which numbers the card keeps a cache"
 
@@ -168,10 +181,8 @@ def _no_round_trip(record: Record) -> str:
     )
     if count is None:
         return "it was not found whether values come back as they were sent"
-    if count != 0:
-        converted = record.fact("round_trip", "converted") is True
-        how = ", as the runtime's own 16-bit float has them" if converted else ""
-        return f"{count} finite values came back changed{how}"
+    if count != 0 and _format(record) != "converted":
+        return f"{count} finite values came back changed"
     if record.fact("round_trip", "others_kept") is not True:
         return "a transfer changed more than its block"
     return ""

@@ -194,6 +194,14 @@ def test_a_record_of_another_form_is_none(compiled: Path) -> None:
             },
             Verified("custom_float16", True, False, False),
         ),
+        (
+            {
+                "round_trip": finding(
+                    finite_changed={"declared": 3}, others_kept=True, converted=True
+                ),
+            },
+            Verified("converted", True, False, False),
+        ),
     ],
 )
 def test_what_was_found_is_what_is_relied_on(
@@ -220,6 +228,11 @@ def test_what_was_found_is_what_is_relied_on(
         ),
         ("round_trip", finding(finite_changed={"custom_float16": 0}), "not found whether values"),
         ("round_trip", finding(finite_changed={"declared": 0}), "changed more than its block"),
+        (
+            "round_trip",
+            finding(finite_changed={"declared": 3}, converted=True),
+            "changed more than its block",
+        ),
         ("round_trip", Finding(error="it broke"), "come back as they were sent: it broke"),
         ("sliding_order", finding(order="turned by 8 of 16 rows"), "but turned by 8 of 16 rows"),
         ("sliding_order", finding(order="no window"), "not found in the order of positions"),
