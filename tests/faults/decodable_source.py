@@ -1,4 +1,4 @@
-"""A source whose cells are finite float32 values, so that a decoder can go on from them."""
+"""A source whose cells are finite values, so that a decoder can go on from them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from headrace.testing.elements import random_elements
 from headrace.testing.sinks import GatedEngine
 
 ENGINE: Final = f"{__name__}:open_gated"
+FORGETFUL: Final = f"{__name__}:open_forgetful"
 _NOISE_NBYTES: Final = 1 << 16
 
 
@@ -26,9 +27,15 @@ def open_gated(options: Mapping[str, Any]) -> GatedEngine:
     return GatedEngine(DecodableEngine(rest), options["gate"])
 
 
+def open_forgetful(options: Mapping[str, Any]) -> GatedEngine:
+    """The same, which tells of cells of one part that it never wrote."""
+    rest = {name: value for name, value in options.items() if name != "gate"}
+    return GatedEngine(ForgetfulEngine(rest), options["gate"])
+
+
 def options_for(model: Path, **geometry: Any) -> dict[str, Any]:
     """The options of a source for a checkpoint of this geometry."""
-    return {"model": fingerprint(model), "dtype": "float32", **geometry}
+    return {"dtype": "float32", "model": fingerprint(model), **geometry}
 
 
 class DecodableEngine(ReplayEngine):
@@ -36,7 +43,7 @@ class DecodableEngine(ReplayEngine):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(read_options(options, ReplayOptions, "replay"))
-        noise = random_elements("float32", _NOISE_NBYTES, random.Random(1))
+        noise = random_elements(self._options.dtype, _NOISE_NBYTES, random.Random(1))
         self._noise = memoryview(noise + noise)
 
     def _fill(self, cells: Cells, seed: int) -> None:
@@ -45,6 +52,14 @@ class DecodableEngine(ReplayEngine):
             key = zlib.crc32(array("Q", [seed, cells.layer, cells.part, number]).tobytes())
             at = (4 * key + cells.start * nbytes_per_position) % _NOISE_NBYTES
             row[:] = self._noise[at : at + len(row)]
+
+
+class ForgetfulEngine(DecodableEngine):
+    """Leaves out the values of layer 2."""
+
+    def _fill(self, cells: Cells, seed: int) -> None:
+        if (cells.layer, cells.part) != (2, 1):
+            super()._fill(cells, seed)
 
 
 def prompt_of(seed: int, num_tokens: int) -> Sequence[int]:

@@ -25,7 +25,13 @@ from headrace.runtime.requests import Request
 from headrace.testing.fake_rebellions import FakeRebellions, compile_fake
 from headrace.testing.sinks import MemorySink, ask
 from tests.e2e.families import directory_of, greedy
-from tests.faults.decodable_source import ENGINE, DecodableEngine, options_for, prompt_of
+from tests.faults.decodable_source import (
+    ENGINE,
+    FORGETFUL,
+    DecodableEngine,
+    options_for,
+    prompt_of,
+)
 from tests.faults.lab import CONTEXT, Lab
 
 NUM_TOKENS = 21
@@ -41,17 +47,23 @@ class AtomLab(Lab):
     card: AtomDecoder
 
     def __init__(
-        self, directory: Path, *, clears: bool = False, read_back: bool = False, slots: int = 2
+        self,
+        directory: Path,
+        *,
+        clears: bool = False,
+        read_back: bool = False,
+        engine: str = ENGINE,
+        sent: str = "float32",
     ) -> None:
         model = directory_of("llama")
         compiled = directory / "compiled"
         compile_fake(model, compiled, max_seq_len=CONTEXT, attn_impl="flash_attn", partition_len=8)
-        self.directory, self.restart, self.num_slots = directory, None, slots
-        self._engine, self._options = ENGINE, options_for(model, **GEOMETRY)
+        self.directory, self.restart, self.num_slots = directory, None, 2
+        self._engine, self._options = engine, options_for(model, dtype=sent, **GEOMETRY)
         self.handles, self.gates = [], []
         self.fake = FakeRebellions()
         found = Verified("declared", sub_blocks=False, clears=clears, warms_up=False)
-        options = Options(str(model), str(compiled), read_back=read_back)
+        options = Options(str(model), str(compiled), dtype=sent, read_back=read_back)
         self.card = decoder_on(self.fake.sdk(), found, options)
         self.owner = DecoderOwner(self.card, context=CONTEXT)
         self.attach()
@@ -195,3 +207,15 @@ def test_a_healthy_card_passes_every_check(tmp_path: Path, options: dict[str, An
             lab.until_done(request)
             assert (request.outcome, request.reason) == ("finished", "")
             assert list(request.tokens) == right(2)
+
+
+@pytest.mark.parametrize("sent", ["float32", "float16", "bfloat16"])
+def test_poison_is_found_on_the_card(tmp_path: Path, sent: str) -> None:
+    """Also where it went there by way of a wider dtype, and comes back so."""
+    with AtomLab(tmp_path, engine=FORGETFUL, sent=sent) as lab:
+        request = lab.ask(2, poison=True)
+        lab.until_done(request)
+        assert (request.outcome, request.cause) == ("failed", "corrupt")
+        assert "layer 2 part v positions [0, 21)" in request.reason
+        assert "never written" in request.reason
+        assert lab.card.statistics()["lanes_published"] == 0

@@ -23,12 +23,8 @@ from headrace.errors import (
     WouldBlock,
 )
 from headrace.ids import Span
+from headrace.testing.atom_cases import EXACT, FED, HYBRID, LLAMA, LOSSY
 from headrace.testing.atom_ground import (
-    EXACT,
-    FED,
-    HYBRID,
-    LLAMA,
-    LOSSY,
     Bench,
     Slot,
     Unkept,

@@ -11,15 +11,9 @@ from functools import partial
 from typing import Final
 
 from headrace.ids import Span
+from headrace.testing.atom_cases import BLOCK, EXACT, HYBRID, LLAMA, LOSSY, Case, Cut
 from headrace.testing.atom_ground import (
-    BLOCK,
-    EXACT,
-    HYBRID,
-    LLAMA,
-    LOSSY,
     Bench,
-    Case,
-    Cut,
     bring,
     check,
     check_cells,

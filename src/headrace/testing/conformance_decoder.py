@@ -37,18 +37,18 @@ Cells = dict[tuple[int, int], bytes]
 
 
 class Prompt:
-    """A slot that holds the cells of one prompt, in one layout."""
+    """A slot with the cells of one prompt, in one layout: such as the decoder can read back."""
 
     def __init__(self, decoder: Decoder, layout: Layout, num_tokens: int, context: int, seed: int):
         self.plan: Plan = compile_plan(decoder.manifest(), layout, num_tokens, context)
         self._memory = bytearray(self.plan.slot.nbytes)
         self._exported = (ctypes.c_char * len(self._memory)).from_buffer(self._memory)
         buffer = memoryview(self._memory)
-        rng = random.Random(seed)
+        rng, coarse = random.Random(seed), not decoder.caps.reads_back
         for copy in self.copies():
             dtype = self.plan.layers[copy.layer].parts[copy.part].dtype
             for begin, end in row_ranges(copy.source):
-                buffer[begin:end] = random_elements(dtype, end - begin, rng)
+                buffer[begin:end] = random_elements(dtype, end - begin, rng, coarse=coarse)
         self.view = SlotView(buffer, ctypes.addressof(self._exported), layout)
 
     def copies(self, span: Span | None = None) -> list[Copy]:

@@ -11,17 +11,12 @@ from typing import Any
 import pytest
 
 from headrace.backends import atom
-from headrace.backends.base import Decoder, Reservation
+from headrace.backends.base import Decoder, Reservation, ReserveFailed
 from headrace.engine.atom.record import Verified
 from headrace.errors import Closed, LocalProtocolError, Refused, WouldBlock
 from headrace.geometry import Full, Sliding
-from headrace.testing.atom_ground import (
-    HYBRID,
-    LLAMA,
-    Bench,
-    Case,
-    imported,
-)
+from headrace.testing.atom_cases import HYBRID, LLAMA, Case
+from headrace.testing.atom_ground import Bench, check_copies, decode, imported, serve
 from headrace.testing.fake_rebellions import FakeRebellions
 from tests.e2e.families import directory_of
 
@@ -196,3 +191,58 @@ def test_a_made_up_reservation_is_no_reservation(bench: Bench) -> None:
 def _opened(options: atom.Options) -> atom.AtomDecoder:
     found = Verified("declared", sub_blocks=False, clears=False, warms_up=False)
     return atom.decoder_on(FakeRebellions().sdk(), found, options)
+
+
+def test_what_is_held_is_read_in_either_layout(bench: Bench) -> None:
+    """And no more of a window once a step has moved it on."""
+    with bench.decoder(HYBRID) as (decoder, _):
+        slot = bench.slot(decoder, HYBRID, 16)
+        held = imported(decoder, slot)
+        check_copies(decoder, held, slot, slot.copies())
+        entry = decoder.publish(held)
+        check_copies(decoder, entry, slot, slot.copies())
+        decoder.decode_step([(entry, 1)])
+        window, full = slot.copies()[0], slot.copies()[2]
+        check_copies(decoder, entry, slot, [full])
+        text = r"positions \[0, 16\) of layer 0: its window moved on"
+        with pytest.raises(LocalProtocolError, match=text):
+            decoder.read(entry, "head_major", window)
+
+
+def test_what_is_no_place_is_told(bench: Bench) -> None:
+    with bench.decoder(LLAMA) as (decoder, _):
+        slot = bench.slot(decoder, LLAMA, 9)
+        held = imported(decoder, slot)
+        copy = slot.copies()[0]
+        for bad, text in (
+            (copy._replace(layer=4), "layer 4, the model has 4"),
+            (copy._replace(part=2), r"part 2 of layers\.0"),
+        ):
+            with pytest.raises(LocalProtocolError, match=text):
+                decoder.read(held, "head_major", bad)
+            with pytest.raises(LocalProtocolError, match=text):
+                decoder.begin_import(held, slot.view, [bad])
+
+
+def test_a_step_is_of_one_entry_and_a_known_token(bench: Bench) -> None:
+    with bench.decoder(LLAMA) as (decoder, _):
+        entry = decoder.publish(imported(decoder, bench.slot(decoder, LLAMA, 9)))
+        with pytest.raises(LocalProtocolError, match="2 entries in a step of one lane"):
+            decoder.decode_step([(entry, 1), (entry, 1)])
+        for token in (-1, 128):
+            text = rf"token {token}, the vocabulary is \[0, 128\)"
+            with pytest.raises(LocalProtocolError, match=text):
+                decoder.decode_step([(entry, token)])
+        assert decode(decoder, entry) == bench.right(LLAMA, 9).rows
+
+
+def test_a_lane_that_was_not_cleared_is_taken(bench: Bench) -> None:
+    with bench.decoder(LLAMA, clears=True) as (decoder, fake):
+        fake.card.fail_update()
+        with pytest.raises(ReserveFailed, match="the lane was not cleared: update of") as raised:
+            decoder.reserve(9)
+        assert raised.value.reservation == Reservation(0, 9, 1)
+        with pytest.raises(WouldBlock):
+            decoder.reserve(9)
+        decoder.free(raised.value.reservation)
+        serve(bench, decoder, fake, LLAMA, 9)

@@ -75,7 +75,7 @@ def test_the_cards_own_format_is_lossy(compiled: Path) -> None:
     decoder.close()
 
 
-@pytest.mark.parametrize("fake", ["open_converted", "open_without_private_calls", "open_stale"])
+@pytest.mark.parametrize("fake", ["open_without_private_calls", "open_stale"])
 def test_a_card_that_was_found_not_to_do_is_refused(compiled: Path, fake: str) -> None:
     recorded(compiled, f"{FAKES}:{fake}")
     with pytest.raises(BackendUnavailable, match=r"layout_unverified: .* step "):
