@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,48 @@ class Burns(NullDecoder):
         return super().begin_import(reservation, slot, copies)
 
 
+class CountsWork(NullDecoder):
+    """Tells how much it imported, and that this only grows."""
+
+    _imports = 0
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.caps = replace(self.caps, work=("imports",))
+
+    def begin_import(
+        self, reservation: Reservation, slot: SlotView, copies: Sequence[Copy]
+    ) -> Fence:
+        self._imports += 1
+        return super().begin_import(reservation, slot, copies)
+
+    def statistics(self) -> dict[str, int]:
+        return {**super().statistics(), "imports": self._imports}
+
+
+class CountsWorkAsState(CountsWork):
+    """The same, and does not tell that it only grows."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.caps = replace(self.caps, work=())
+
+
+class CountsNothing(CountsWork):
+    """Names a count that it does not have."""
+
+    def statistics(self) -> dict[str, int]:
+        return dict(super(CountsWork, self).statistics())
+
+
+class KeepsOtherNumbers(NullDecoder):
+    """Its cells are not compared with what was sent."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.caps = replace(self.caps, reads_back=False)
+
+
 class LateCopies(NullDecoder):
     """Says that a copy is done and makes it when it is asked for something else."""
 
@@ -157,6 +200,8 @@ FAULTY_DECODERS: list[tuple[type[NullDecoder], str, str]] = [
     (FreesEarly, "two-at-once", "was changed|differs from|not what lane"),
     (FreesEarly, "malformed-progress", "was changed|differs from|not what lane"),
     (Leaks, "slot-reuse", "at first|no lane free"),
+    (CountsWorkAsState, "exactness", "'imports': .* at first"),
+    (CountsNothing, "decoder-alone", r"caps\.work is \('imports',\)"),
     (Burns, "exactness", "on fire"),
     (LateCopies, "exactness-with-digests", "digest of"),
     (ListensToItsNeighbours, "two-at-once", "differs from it alone"),
@@ -176,6 +221,33 @@ def test_a_broken_decoder_is_found(decoder: type[NullDecoder], name: str, why: s
     case = run(suite_of(decoder=decoder, **options), name)[name]
     assert case["result"] == "failed", case
     assert re.search(why, case["note"]), case["note"]
+
+
+def test_what_only_grows_is_no_state() -> None:
+    assert run(suite_of(decoder=CountsWork), "exactness")["exactness"]["result"] == "ok"
+
+
+def test_what_one_lane_cannot_show_is_told() -> None:
+    """By name and with the reason, in a case that holds otherwise."""
+    suite = type("OneLane", (suite_of(),), {"lanes": 1})
+    names = ("decoder-alone", "cancel-while-streaming", "cancel-while-it-waits", "exactness")
+    cases = run(suite, *names)
+    assert {case["result"] for case in cases.values()} == {"ok"}
+    left_out = {
+        "decoder-alone": "neighbours do not touch each other",
+        "cancel-while-streaming": "neighbours beside it",
+        "cancel-while-it-waits": "2 holding storage, waiting for a slot",
+    }
+    for name, what in left_out.items():
+        assert f"without {what}: the decoder has one lane" in cases[name]["note"]
+    assert cases["exactness"]["note"] == ""
+
+
+def test_digests_are_left_out_where_other_numbers_are_kept() -> None:
+    cases = run(suite_of(decoder=KeepsOtherNumbers), "exactness-with-digests", "spans-not-as-told")
+    for case in cases.values():
+        assert case["result"] == "skipped"
+        assert "keeps other numbers than were sent" in case["note"]
 
 
 def test_a_failing_case_stops_no_other() -> None:

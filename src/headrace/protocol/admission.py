@@ -10,11 +10,11 @@ prefetch.
 A retry keeps its storage, and so outranks new parking. It goes to another source than the one that
 failed it, if one is in service. A local attempt goes to the owner's own engine and nowhere else.
 
-Fairness: first come, first served, by submission. Nobody gets a lane before an older request that
-could have had it. Only a request without a slot can be overtaken, by those that hold one: because
-no slot that was free fitted it (it is local, or avoids the source), or because its source failed it
-while it was parked. It waits on in the place of its submission, and since those before it are at
-most as many as may be parked and no one younger is parked while a slot fits it, its turn comes.
+Fairness: first come, first served, by submission. Nobody is parked while an older request waits,
+even where no slot can be had for that one (it is local, it needs none since all of it is kept, or
+it avoids the source): else each younger one that is parked would have the lane before it, for as
+long as more of them come. So a request is overtaken only by those that were parked before it began
+to wait, which is where its source failed it while it was parked itself.
 """
 
 from __future__ import annotations
@@ -67,15 +67,17 @@ class Admission:
     def next_for_slot(
         self, fits: Callable[[Handoff], bool], *, num_slots: int, num_parked: int
     ) -> Handoff | None:
-        """Who of those that fit gets a free slot of a slab with `num_slots`.
+        """Who gets a free slot of a slab with `num_slots`: the oldest that holds storage and fits;
+        where none does hold any, the oldest waiting one if it fits.
 
         `num_parked`: hand-offs that are parked, wherever.
         """
         if self._oldest(HandoffState.RESERVED):
             return self._oldest(HandoffState.RESERVED, fits)
-        if num_parked < min(self.prefetch_depth, num_slots - 1):
-            return self._oldest(HandoffState.WAITING, fits)
-        return None
+        first = self._oldest(HandoffState.WAITING)
+        if first is None or num_parked >= min(self.prefetch_depth, num_slots - 1):
+            return None
+        return first if fits(first) else None
 
     def waiting(self) -> Iterable[Handoff]:
         """All that wait, oldest first."""

@@ -141,12 +141,23 @@ def _start_prefill(ledger: Ledger, command: StartPrefill, now_ns: int) -> None:
 
 
 def _check_turn(ledger: Ledger, command: StartPrefill) -> None:
-    without = [a for a, c in ledger.undecided() if c.place is None and not c.all_kept]
-    holding = [a for a in without if ledger.accounts[a].storage]
+    holding, first = _lacking_a_slot(ledger)
     if not holding:
         rule(_may_park(ledger, command.source), command, "parks beyond the bound")
-    fitting = [a for a in holding or without if ledger.fits(command.source, ledger.accounts[a])]
-    rule(command.attempt in fitting[:1], command, "where first is", fitting, holding, without)
+    fitting = [a for a in holding or first if _fits(ledger, command.source, a)]
+    rule(command.attempt in fitting[:1], command, "where first is", fitting, holding, first)
+
+
+def _lacking_a_slot(ledger: Ledger) -> tuple[list[AttemptId], list[AttemptId]]:
+    """Those that hold storage and lack a slot; and the first of those that have neither."""
+    waiting = [(a, c) for a, c in ledger.undecided() if c.place is None]
+    holding = [a for a, c in waiting if c.storage and not c.all_kept]
+    return holding, [a for a, c in waiting if not c.storage][:1]
+
+
+def _fits(ledger: Ledger, source: SourceId, attempt: AttemptId) -> bool:
+    account = ledger.accounts[attempt]
+    return not account.all_kept and ledger.fits(source, account)
 
 
 def _start_import(ledger: Ledger, command: StartImport, now_ns: int) -> None:
@@ -211,19 +222,14 @@ def _give_back(ledger: Ledger, attempt: AttemptId, *, apart: bool) -> None:
 
 
 def _settle_admission(ledger: Ledger) -> None:
-    without = [
-        account
-        for _, account in ledger.undecided()
-        if account.place is None and not account.all_kept
-    ]
     if ledger.lanes_free > 0:
         lacking = [str(a) for a, account in ledger.undecided() if not account.storage]
         rule(not lacking, "a lane is free, and storage is lacked by", lacking)
-    holding = [account for account in without if account.storage]
+    holding, first = _lacking_a_slot(ledger)
     for (source, index), slot in ledger.slots.items():
         gone = source in ledger.dead | ledger.doomed
         if slot.holder is None and not gone and ledger.idle(source):
-            due = any(ledger.fits(source, account) for account in holding or without)
+            due = any(_fits(ledger, source, attempt) for attempt in holding or first)
             due = due and (bool(holding) or _may_park(ledger, source))
             rule(not due, "slot", index, "of source", source, "is free, and a hand-off lacks one")
 

@@ -79,10 +79,11 @@ def test_a_slot_goes_to_the_oldest_whom_it_fits() -> None:
     assert admission.next_for_slot(lambda h: id(h) in fits, num_slots=1, num_parked=0) is second
 
 
-def test_the_oldest_whom_a_slot_fits_is_parked() -> None:
+def test_nobody_is_parked_while_an_older_one_waits_whom_no_slot_fits() -> None:
     first, second = waiting(0), waiting(1)
     admission = queue(first, second)
-    assert admission.next_for_slot(lambda h: h is second, num_slots=2, num_parked=0) is second
+    assert admission.next_for_slot(lambda h: h is second, num_slots=2, num_parked=0) is None
+    assert admission.next_for_slot(lambda h: h is first, num_slots=2, num_parked=0) is first
     assert admission.next_for_slot(no_one, num_slots=2, num_parked=0) is None
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from headrace.ids import RequestId
+from headrace.protocol.admission import FailurePolicy
 from headrace.protocol.books import Limits
 from headrace.protocol.commands import Command, Report, Reserve, Retry, StartPrefill
 from headrace.protocol.owner import Owner
 from headrace.testing.fault_lab.bugs import find_bug
+from tests.unit.protocol.builders import Shell
 from tests.unit.protocol.test_random_walk import Walk
 
 NUM_WALKS, NUM_STEPS = 40, 150
@@ -21,12 +24,16 @@ NUM_WALKS, NUM_STEPS = 40, 150
 class Holding:
     """What an undecided request holds.
 
-    yields: a source failed it, or it is for the owner's own engine; so a slot may not fit it.
+    since: when it began to wait as it does, counted in what was seen of its owner. parked_at: when
+    it was parked. avoids: a source failed it, or it is for the owner's own engine; so a slot may
+    not fit it.
     """
 
+    since: int
     lane: bool = False
     slot: bool = False
-    yields: bool = False
+    parked_at: int = 0
+    avoids: bool = False
 
     @property
     def parked(self) -> bool:
@@ -42,10 +49,18 @@ class FairOwner(Owner):
         super().__init__(epoch, limits)
         self.holdings: dict[RequestId, Holding] = {}
         self.over: set[RequestId] = set()
+        self.now = 0
+
+    def submit(self, *args: Any, **options: Any) -> RequestId:
+        request = super().submit(*args, **options)
+        self.now += 1
+        self._holding(request)
+        return request
 
     def commands(self) -> list[Command]:
         given = super().commands()
         for command in given:
+            self.now += 1
             match command:
                 case Reserve(attempt=attempt):
                     self._lane_given(attempt.request)
@@ -53,7 +68,8 @@ class FairOwner(Owner):
                     self._slot_given(attempt.request, len(self._sources[source].slots))
                 case Retry(attempt=attempt):
                     mine = self._holding(attempt.request)
-                    mine.slot, mine.yields = False, True
+                    mine.slot, mine.avoids = False, True
+                    mine.since = self.now
                     self.seen["retried"] += 1
                 case Report(request=request):
                     self.over.add(request)
@@ -68,8 +84,8 @@ class FairOwner(Owner):
                 continue
             if theirs.parked and not mine.slot:
                 pytest.fail(f"{request} waits and has the lane before {other}, which is parked")
-            if other < request and (theirs.parked or not (mine.slot and theirs.yields)):
-                pytest.fail(f"{request} has the lane before {other}, which could have had it")
+            if other < request and not (mine.slot and mine.parked_at < theirs.since):
+                pytest.fail(f"{request} has the lane before {other}, which waited before")
         mine.lane = True
         self.seen["lane after parking" if mine.slot else "lane"] += 1
 
@@ -83,18 +99,21 @@ class FairOwner(Owner):
             if any(h.lane and not h.slot for _, h in others):
                 pytest.fail(f"{request} is parked while one with storage lacks a slot")
         for other, theirs in others:
-            alike = theirs.lane == mine.lane and not theirs.slot
-            if other < request and alike and not theirs.yields:
+            if other > request or theirs.slot or theirs.lane != mine.lane:
+                continue
+            if not mine.lane:
+                pytest.fail(f"{request} is parked before {other}, which waits")
+            if not theirs.avoids:
                 pytest.fail(f"{request} has a slot before {other}, which could have had it")
-        mine.slot = True
+        mine.slot, mine.parked_at = True, self.now
 
     def _undecided(self) -> list[tuple[RequestId, Holding]]:
         return [(r, self._holding(r)) for r in sorted(self._requests) if r not in self.over]
 
     def _holding(self, request: RequestId) -> Holding:
         record = self._requests.get(request)
-        holding = self.holdings.setdefault(request, Holding())
-        holding.yields |= record is not None and record.handoff.local
+        holding = self.holdings.setdefault(request, Holding(self.now))
+        holding.avoids |= record is not None and record.handoff.local
         return holding
 
 
@@ -131,6 +150,49 @@ def test_with_depth_0_nobody_is_ever_parked() -> None:
     assert seen["walks"] > 5
     assert seen["lane"] > 5 * seen["walks"] // 2
     assert seen["parked"] == seen["lane after parking"] == 0
+
+
+def serve(shell: Shell, request: RequestId) -> None:
+    """All of it up to publishing, as far as it is not there yet."""
+    if shell.grants_of(request) and not shell.owner._requests[request].handoff.final:
+        shell.prefill(request)
+    shell.land()
+    shell.publish(request)
+
+
+@pytest.mark.parametrize(
+    ("options", "fails"),
+    [
+        ({"local": True}, False),
+        ({"start": 4}, False),
+        ({"policy": FailurePolicy(num_attempts=1, local=True)}, True),
+        ({"policy": FailurePolicy(num_attempts=2)}, True),
+    ],
+    ids=["local", "all kept", "local after its source failed", "at a source of one slot"],
+)
+def test_one_that_cannot_be_parked_has_the_lane_in_its_turn(
+    options: dict[str, Any], fails: bool
+) -> None:
+    """Younger requests come for ever, and could be parked each time."""
+    shell = Shell(lanes=1, slots=(2,), depth=1)
+    shell.add_source(1, 1, local=options != {"policy": FailurePolicy(num_attempts=2)})
+    holder = shell.submit()
+    serve(shell, holder)
+    request = shell.submit(**options)
+    if fails:
+        shell.failed(request)
+        shell.released(request)
+    served: list[RequestId] = []
+    for _ in range(6):
+        younger = shell.submit()
+        shell.retire(holder)
+        waiting = [each for each in (request, younger) if each not in served]
+        holder = next(each for each in waiting if shell.owner._requests[each].handoff.has_storage)
+        serve(shell, holder)
+        served.append(holder)
+        if holder == request:
+            return
+    pytest.fail(f"{request} was overtaken by {served}")
 
 
 @pytest.mark.parametrize(

@@ -765,15 +765,15 @@ def test_a_prompt_that_is_all_kept_needs_a_lane_and_no_source() -> None:
     assert lanes(shell) == {"free": 1}
 
 
-def test_one_that_is_all_kept_takes_no_slot_and_parks_nobody_out() -> None:
+def test_one_that_is_all_kept_takes_no_slot_and_is_not_overtaken() -> None:
+    """Whoever were parked meanwhile would have the lane before it, and those after him too."""
     shell = Shell(lanes=1, slots=(2,), depth=1)
     first, kept, last = shell.submit(), shell.submit(start=4), shell.submit()
     assert [state(shell, each) for each in (first, kept)] == [S.STREAMING, S.WAITING]
     shell.serve(first)
-    assert state(shell, last) is S.PARKED
-    shell.cancel(last)
+    assert state(shell, last) is S.WAITING
     shell.retire(first)
-    assert state(shell, kept) is S.SEALED
+    assert [state(shell, each) for each in (kept, last)] == [S.SEALED, S.PARKED]
 
 
 def test_it_waits_on_when_no_source_is_left_and_those_that_need_one_fail() -> None:

@@ -10,6 +10,8 @@ HELD_TOKENS, DECODED_TOKENS = 11, 9
 DECODED = 12
 """Tokens that a decoding neighbour is given, so that it is at it while something happens."""
 
+ALONE = "neighbours beside it: the decoder has one lane"
+
 
 class Neighbours:
     """An entry that is held, and a request that decodes, as far as there are lanes beside `spare`.
@@ -31,6 +33,8 @@ class Neighbours:
             stand.reference(self._decoded_tokens, num_decoded=DECODED)
         if lanes > 0:
             self._held = stand.hold(self._held_tokens)
+        else:
+            stand.pair.left_out.add(ALONE)
         self._begin()
 
     @property

@@ -28,6 +28,7 @@ from headrace.testing.faulty import devices
 from headrace.testing.pair.cases import CASES, PairConformance
 from headrace.testing.pair.occupants import device_use
 from headrace.testing.pair.subject import PairGone
+from headrace.testing.pair.suite import Row
 
 HANG_S = 1800.0
 
@@ -148,7 +149,7 @@ def _run_case(suite: PairConformance, method: str, case: Case) -> None:
     suite.rows = []
     try:
         getattr(suite, method)()
-        case["result"] = "ok"
+        case |= {"result": "ok", "note": _left_out(suite.rows)}
     except SkipTest as exc:
         case |= {"result": "skipped", "note": str(exc)}
     except PairGone as exc:
@@ -159,6 +160,15 @@ def _run_case(suite: PairConformance, method: str, case: Case) -> None:
         case |= {"result": "failed", "note": f"{type(exc).__name__}: {exc}"}
     case["seconds"] = time.monotonic() - begun_s
     case["steps"] = [msgspec.to_builtins(row) for row in suite.rows]
+
+
+def _left_out(rows: Sequence[Row]) -> str:
+    """What a case that holds did not show here, and why."""
+    steps: dict[str, list[str]] = {}
+    for row in rows:
+        if row.result == "skipped":
+            steps.setdefault(row.note, []).append(row.step)
+    return "; ".join(f"without {', '.join(names)}: {why}" for why, names in steps.items())
 
 
 def _give_up(case: Case, report: dict[str, Any], hung: Callable[[dict[str, Any]], None]) -> None:

@@ -188,6 +188,7 @@ class Pair:
         self.seed = settings.seed
         self.references: dict[tuple[tuple[int, ...], int, int], Result] = {}
         self.source_facts: dict[str, Any] = {}
+        self.left_out: set[str] = set()  # what the case that runs does not show here, and why
         self._directory = Path(tempfile.mkdtemp(prefix="headrace-check-"))
         self._num_sources = 0
         self._ready: StartedSource | None = None  # and not attached to an owner yet

@@ -230,6 +230,7 @@ def case(method: Callable[[S], None]) -> Callable[[S], None]:
     @functools.wraps(method)
     def run(self: S) -> None:
         self.rows = []
+        self.pair.left_out.clear()
         try:
             method(self)
         except Exception:  # outside of any step: nobody knows what is held
@@ -238,6 +239,9 @@ def case(method: Callable[[S], None]) -> Callable[[S], None]:
         if any(row.result != "skipped" for row in self.rows):
             with self.step("the next request is exact, and all is free"):
                 self.bench.current().check_next()
+        for what in sorted(self.pair.left_out):
+            name, _, why = what.partition(": ")
+            self.rows.append(Row(step=name, result="skipped", seconds=0.0, note=why))
         self.check_rows()
 
     return run
