@@ -113,6 +113,8 @@ reuse: the last slot is parked in
     num_slots - 1 => num_slots
 prefetch: more is parked than the prefetch depth
     min(self.prefetch_depth, num_slots - 1) => num_slots - 1
+kept-between: a younger one is parked past one that no slot fits
+    return first if fits(first) else None => return self._oldest(HandoffState.WAITING, fits)
 prefetch: parked although one with storage lacks a slot
     if self._oldest(HandoffState.RESERVED): =>
         if self._oldest(HandoffState.RESERVED) and not self._oldest(HandoffState.WAITING):
