@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from headrace.backends.base import Fence, Reservation, SlotView
 from headrace.errors import Refused
 from headrace.ids import AttemptId, SourceId
 from headrace.messages import Failed, SourceFinal
@@ -332,3 +333,39 @@ def test_what_cannot_be_asked(
             made.submit(prompt(1, NUM_TOKENS), **options)
         assert caught.value.field == field
         assert made.counts("requests")["open"] == 0
+
+
+@pytest.mark.parametrize(("poison", "expected"), [(False, 1), (True, 2)])
+def test_a_decoder_that_counts_imports_is_told_where_each_attempt_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, poison: bool, expected: int
+) -> None:
+    """Before its first import, and after the poison that came before it."""
+    with Lab(tmp_path, lanes=1) as made:
+        made.attach()
+        told: list[int] = []
+        begun: list[Reservation] = []
+        begin = made.decoder.begin_import
+
+        def begin_import(reservation: Reservation, slot: SlotView, copies: Any) -> Fence:
+            begun.append(reservation)
+            return begin(reservation, slot, copies)
+
+        monkeypatch.setattr(made.decoder, "begin_import", begin_import)
+        monkeypatch.setattr(
+            made.decoder, "forget_imports", lambda held: told.append(len(begun)), raising=False
+        )
+        made.gates[0].allow(2)
+        request = made.submit(prompt(1), on_failure="retry", poison=poison, hold=True)
+        made.until_told(request, 2)
+        made.until(lambda: len(begun) == 2 + poison, "two layers are there")
+        assert told == [0, 1][:expected]
+        os.kill(made.handles[0].pid, signal.SIGKILL)
+        made.gates[1].open()
+        made.until_done(request)
+        made.assert_exact(request, prompt(1))
+        first = 2 + poison
+        assert told == [*range(expected), *range(first, first + expected)]
+        assert len(set(begun)) == 1
+        assert len(begun) == first + poison + LAYERS
+        made.owner.release(request)
+        made.settle()

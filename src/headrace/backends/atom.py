@@ -154,6 +154,15 @@ class AtomDecoder:
             raise ReserveFailed(f"the lane was not cleared: {exc}", reservation) from exc
         return reservation
 
+    def forget_imports(self, reservation: Reservation) -> None:
+        """An attempt begins: what came before it counts no more.
+
+        Raises:
+            LocalProtocolError: the reservation is stale.
+        """
+        self._check(reservation, Reservation)
+        self._lane.forget()
+
     def begin_import(
         self, reservation: Reservation, slot: SlotView, copies: Sequence[Copy]
     ) -> Fence:

@@ -299,6 +299,17 @@ class TimedFence(Protocol):
         """When the copy ran, by device events; once it is done."""
 
 
+@runtime_checkable
+class ForgetsImports(Protocol):
+    """A decoder that counts what was imported, to see that all of a prompt is there."""
+
+    def forget_imports(self, reservation: Reservation) -> None:
+        """What was imported into it counts no more: what is to be published comes from here on.
+
+        Said before the first import of each attempt, since a further one keeps the reservation.
+        """
+
+
 class Done:
     """The fence of a copy that finished before it returned."""
 

@@ -51,6 +51,7 @@ class Active:
         self.attempt = attempt
         self.plan: Plan | None = None
         self.whole_plan = None if self.found is None else self.found.prompt.plan
+        self.imports_begun = False
         self.callback_error = ""  # what a caller's callback raised
         self.poisoned: Fence | None = None  # of the poison in its storage, before any import
         self.poison_slot: SlotView | None = None  # what it is copied from, until it is fenced

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from headrace.backends.base import Decoder, Fence, SlotView, TimedFence
+from headrace.backends.base import Decoder, Fence, ForgetsImports, SlotView, TimedFence
 from headrace.ids import AttemptId, ImportId, SourceId, Span
 from headrace.plan import Copy
 from headrace.protocol.commands import CheckDigest, StartImport
@@ -80,6 +80,9 @@ class ImportShell(ABC):
         begin = partial(self._decoder.begin_import, active.reservation, slot, copies)
         begun_ns = time.monotonic_ns()
         try:
+            if not active.imports_begun:
+                active.imports_begun = True
+                self._begin_anew(active)
             poison = active.request.options.poison
             fence = _After(self._poisoned(active), begin) if poison else begin()
         except BaseException as exc:
@@ -97,7 +100,13 @@ class ImportShell(ABC):
             slot = active.poison_slot = self._poison.as_slot(plan)
             copies = plan.copies(plan.whole())
             active.poisoned = self._decoder.begin_import(active.reservation, slot, copies)
+            self._begin_anew(active)
         return active.poisoned
+
+    def _begin_anew(self, active: Active) -> None:
+        """Have a decoder that counts what is imported count from here on."""
+        if isinstance(self._decoder, ForgetsImports):
+            self._decoder.forget_imports(active.reservation)
 
     def _poll_fences(self) -> None:
         for import_id, flight in list(self._flights.items()):

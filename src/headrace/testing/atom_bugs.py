@@ -47,7 +47,8 @@ def hunt(mutant: Mutant, bench: Bench) -> str | None:
 _BUGS: Final = r"""
 [CompiledDecoder.__init__]
 prompts_are_decoded_as_they_came: no mask is given
-    self._masked = bool(self.config.use_attention_mask) => self._masked = False
+    self._masked = bool(self.config.use_attention_mask and self.config.use_position_ids) =>
+        self._masked = False
 a_lane_may_have_fewer_blocks: a lane is longer than its blocks
     min([longest, *(each.blocks * each.rows for each in full)]) => longest
 [CompiledDecoder.decode]
@@ -131,6 +132,9 @@ what_is_read_is_what_the_card_has: a long prompt's window is never read
     if self._decoded and self._lane.slid => if self._lane.slid
 what_is_read_is_what_the_card_has: layouts are mixed up
     if layout == "head_major" => if layout == "token_major"
+[AtomDecoder.forget_imports]
+a_second_attempt_lands_alone: an attempt goes on where another ended
+    self._lane.forget() => pass
 [AtomDecoder.publish]
 a_row_that_never_came_is_missed: a prompt is published as it is
     self._lane.check_flushed() => pass

@@ -117,11 +117,12 @@ prompts_are_decoded_as_they_came: all caches have one mirror
     make_mirror(sdk, cache, cast.stored_dtype), =>
         self.__dict__.setdefault("one", {}).setdefault(
         cache.shape, make_mirror(sdk, cache, cast.stored_dtype)),
-[AtomLane.begin]
+[AtomLane.forget]
 a_row_that_never_came_is_missed: what came of the last prompt counts for the next
     np.zeros(rows.num, bool) => each.blocks[rows.block].there if rows.block in each.blocks and
         each.blocks[rows.block].wanted == rows.num else np.zeros(rows.num, bool)
     [AtomLane.end] each.blocks = {} => pass
+[AtomLane.begin]
 nothing_is_left_of_another_prompt: a lane is not cleared
     if self._verified.clears: => if False:
 a_block_goes_to_the_card_once: a lane is always cleared
@@ -184,7 +185,7 @@ a_row_that_never_came_is_missed: a prompt is published unchecked
 a_row_that_never_came_is_missed: keys are checked alone
     for each in self._caches: => for each in self._caches[::2]:
 a_failed_flush_publishes_nothing: rows that are there pass for flushed
-    block.flushed and block.there.all() => block.there.all()
+    if not block.flushed: => if not block.there.all():
 [AtomLane._check_health]
 a_stale_card_is_told: a card's answer is not compared
     if not torch.equal(_bits(landed), _bits(each.mirror.rows[0])): => if False:

@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
+from headrace.backends.atom import AtomDecoder
+from headrace.backends.base import Reservation
 from headrace.ids import Span
 from headrace.testing.atom_cases import BLOCK, EXACT, HYBRID, LLAMA, LOSSY, Case, Cut
 from headrace.testing.atom_ground import (
     Bench,
+    Slot,
     bring,
     check,
     check_cells,
@@ -162,18 +165,31 @@ def a_second_attempt_lands_alone(bench: Bench) -> None:
     """In a reservation that was kept, over half of a first one or over poison."""
     for case in (LLAMA, HYBRID):
         with bench.decoder(case) as (decoder, _):
-            slot, other = (bench.slot(decoder, case, 21, seed) for seed in (1, 2))
             cuts: tuple[Cut, ...] = ("layers", "positions", "whole")
             for cut in cuts:
-                reservation = decoder.reserve(21)
-                pieces = other.pieces(cut)
-                for copies in pieces[: max(1, len(pieces) // 2)]:
-                    decoder.begin_import(reservation, other.view, copies)
-                bring(decoder, reservation, slot, cut)
-                entry = decoder.publish(reservation)
-                right = bench.right(case, 21, 1).rows
-                check(decode(decoder, entry) == right, f"{cut}: the first attempt is seen")
-                decoder.free(entry)
+                slot, other = (bench.slot(decoder, case, 21, seed) for seed in (1, 2))
+                for anew in (False, True):
+                    reservation = decoder.reserve(21)
+                    pieces = other.pieces(cut)
+                    for copies in pieces[: max(1, len(pieces) // 2)]:
+                        decoder.begin_import(reservation, other.view, copies)
+                    if anew:
+                        decoder.forget_imports(reservation)
+                        _bring_all_but_one(decoder, reservation, slot, cut)
+                    bring(decoder, reservation, slot, cut)
+                    entry = decoder.publish(reservation)
+                    right = bench.right(case, 21, 1).rows
+                    check(decode(decoder, entry) == right, f"{cut}: the first attempt is seen")
+                    decoder.free(entry)
+
+
+def _bring_all_but_one(
+    decoder: AtomDecoder, reservation: Reservation, slot: Slot, cut: Cut
+) -> None:
+    """What the first attempt has brought stands for nothing of the second."""
+    for copies in slot.pieces(cut)[:-1]:
+        decoder.begin_import(reservation, slot.view, copies)
+    refused("a part of a second attempt", partial(decoder.publish, reservation))
 
 
 def what_is_read_is_what_the_card_has(bench: Bench) -> None:

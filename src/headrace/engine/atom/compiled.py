@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -18,11 +19,12 @@ from headrace.engine.atom.blocks import LANE, block_table
 from headrace.engine.atom.caches import Cache, read_caches
 from headrace.engine.atom.mirrors import Mirror
 from headrace.engine.atom.sdk import VENDOR, Sdk
-from headrace.engine.faults import raised_as
+from headrace.engine.faults import line_of, raised_as
 from headrace.errors import BackendUnavailable, DeviceError, LocalProtocolError, Refused
 
 CALLS: Final = ("_update_kv_cache", "_fetch_kv_cache")
 SIZE_CALL: Final = "_get_kv_cache_size"
+VERSIONS: Final = "Use the versions that docs/atom.md names"
 
 
 class CompiledDecoder:
@@ -40,20 +42,23 @@ class CompiledDecoder:
         """
         self._thread = threading.get_ident()
         self._inside = ""
-        hint = "Check the card with rbln-smi, and that the directory was compiled for it"
-        with raised_as(lambda why: BackendUnavailable(VENDOR, "no_device", "load", why, hint)):
-            self._model = sdk.load(directory, device)
+        self._model = _load(sdk, directory, device)
+        try:
             self.config = self._model.rbln_config
             self._runtime = self._model.prefill_decoder.runtime
+        except AttributeError as exc:
+            raise BackendUnavailable(
+                VENDOR, "api_missing", "the loaded model", line_of(exc), VERSIONS
+            ) from exc
         check_calls(self._runtime)
-        check_mask(self.config)
-        self.caches: tuple[Cache, ...] = read_caches(self.config.cache_metas)
+        _check_one_card(self.config)
+        self.caches: tuple[Cache, ...] = self._read_caches()
         self._decode = self._decoder_of_one()
         full = [each for each in self.caches if each.kind == "full"]
         longest = int(self.config.max_seq_len)
         self.positions = min([longest, *(each.blocks * each.rows for each in full)])
         self._tables = self._block_tables(full, longest)
-        self._masked = bool(self.config.use_attention_mask)
+        self._masked = bool(self.config.use_attention_mask and self.config.use_position_ids)
 
     @property
     def max_positions(self) -> int:
@@ -149,6 +154,18 @@ class CompiledDecoder:
         mask[:, : position + 1] = 1
         return mask
 
+    def _read_caches(self) -> tuple[Cache, ...]:
+        """By the metadata, but for the blocks of full attention: where their number was left to
+        the compiler, it was found after the metadata was written.
+        """
+        caches = read_caches(self.config.cache_metas)
+        blocks = getattr(self.config, "kvcache_num_blocks", None)
+        if not blocks:
+            return caches
+        return tuple(
+            replace(each, blocks=int(blocks)) if each.kind == "full" else each for each in caches
+        )
+
     def _decoder_of_one(self) -> Any:
         try:
             return self._model.decoders[1]
@@ -170,12 +187,25 @@ class CompiledDecoder:
         return tables
 
 
-def check_mask(config: Any) -> None:
-    """Raises: Refused: decode would look at what the model's own prefill says is there."""
-    if config.use_attention_mask and not config.use_position_ids:
+def _load(sdk: Sdk, directory: str, device: int) -> Any:
+    hint = "Check the card with rbln-smi, and that the directory was compiled for it"
+    with raised_as(lambda why: BackendUnavailable(VENDOR, "no_device", "load", why, hint)):
+        try:
+            return sdk.load(directory, device)
+        except (FileNotFoundError, KeyError, ValueError) as exc:
+            raise Refused(
+                f"{directory} holds no compiled model that can be loaded ({line_of(exc)}); compile "
+                "it again",
+                field="compiled",
+            ) from exc
+
+
+def _check_one_card(config: Any) -> None:
+    num_devices = getattr(config, "num_devices", None) or 1
+    if num_devices > 1:
         raise Refused(
-            "the compiled model has an attention mask and no position ids, and its mask knows of "
-            "no position that was imported; compile it without use_attention_mask",
+            f"the model was compiled for {num_devices} cards, and a lane on one is supported; "
+            "compile it for one",
             field="compiled",
         )
 
@@ -189,6 +219,5 @@ def check_calls(runtime: Any) -> None:
             "api_missing",
             "the runtime's private calls",
             f"it has no {' and no '.join(missing)}",
-            "Use the versions that docs/atom.md names; without these calls no cache can be "
-            "imported",
+            f"{VERSIONS}; without these calls no cache can be imported",
         )

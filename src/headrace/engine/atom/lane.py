@@ -104,13 +104,17 @@ class AtomLane:
             DeviceError: the lane had to be cleared, and that failed.
         """
         self._num_tokens = num_tokens
+        self.forget()
+        if self._verified.clears:
+            self._clear()
+
+    def forget(self) -> None:
+        """Nothing of the prompt is there any more: all of it is going to come again."""
         for each in self._caches:
             each.blocks = {
                 rows.block: _Block(rows.num, np.zeros(rows.num, bool))
-                for rows in needed(each.cache, num_tokens)
+                for rows in needed(each.cache, self._num_tokens)
             }
-        if self._verified.clears:
-            self._clear()
 
     def end(self) -> None:
         """Nothing more comes of this prompt."""
@@ -152,7 +156,7 @@ class AtomLane:
     def read(self, layer: int, part: int, start: int, stop: int) -> torch.Tensor:
         """What the card holds of positions [start, stop), [heads, positions, head_dim].
 
-        Rows that wait for others of their block are flushed before.
+        Rows that wait for others of their block are flushed before, with zeros in place of those.
 
         Raises:
             LocalProtocolError: the prompt has no such rows, or they never came.
@@ -166,6 +170,7 @@ class AtomLane:
             if not block.there[rows.first : last].all():
                 raise LocalProtocolError(f"rows [{rows.first}, {last}) of {_name(each, rows)}")
             if not block.flushed:
+                each.mirror.rows[rows.block, :, np.flatnonzero(~block.there)] = 0
                 self._flush(each, rows.block, block)
             scratch = self._fetched(each, rows.block, block.wanted)
             found.append(each.cast.load(scratch[:, rows.first : last]))
@@ -175,11 +180,10 @@ class AtomLane:
         """Raises: LocalProtocolError: a row of the prompt is not on the card."""
         for each in self._caches:
             for number, block in each.blocks.items():
-                if not (block.flushed and block.there.all()):
+                if not block.flushed:
                     raise LocalProtocolError(
-                        f"block {number} of {each.cache.name} has "
-                        f"{int(block.there.sum())} of {block.wanted} rows"
-                        f"{'' if block.flushed else ', and was not flushed since'}"
+                        f"block {number} of {each.cache.name} has {int(block.there.sum())} of "
+                        f"{block.wanted} rows, and was not flushed since"
                     )
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +116,57 @@ def test_a_name_that_cannot_be_called_is_no_call() -> None:
 
 
 def test_a_directory_that_is_no_compiled_model_is_told(tmp_path: Path) -> None:
-    with pytest.raises(BackendUnavailable, match="rbln-smi") as raised:
+    with pytest.raises(Refused, match="holds no compiled model that can be loaded") as raised:
         on_card(tmp_path)
-    assert raised.value.stage == "no_device"
-    with pytest.raises(BackendUnavailable, match="there is no device 0"):
+    assert raised.value.field == "compiled"
+
+
+def test_a_card_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BackendUnavailable, match="there is no device 0") as raised:
         on_card(compiled(tmp_path), num_devices=0)
+    assert (raised.value.stage, "rbln-smi" in str(raised.value)) == ("no_device", True)
+
+
+def test_a_model_that_is_not_as_it_was_is_told(tmp_path: Path) -> None:
+    sdk = replace(FakeRebellions().sdk(), load=lambda directory, device: object())
+    with pytest.raises(BackendUnavailable, match="has no attribute 'rbln_config'") as raised:
+        CompiledDecoder(sdk, str(tmp_path), 0)
+    assert raised.value.stage == "api_missing"
+
+
+def test_a_model_for_several_cards_is_refused(tmp_path: Path) -> None:
+    fake = FakeRebellions()
+    directory = compiled(tmp_path)
+
+    def load(directory: str, device: int) -> Any:
+        model = fake.load(directory, device)
+        model.rbln_config.num_devices = 4
+        return model
+
+    with pytest.raises(Refused, match="compiled for 4 cards") as raised:
+        CompiledDecoder(replace(fake.sdk(), load=load), str(directory), 0)
+    assert raised.value.field == "compiled"
+
+
+def test_blocks_are_counted_by_what_was_found_after_the_metadata_was_written(
+    tmp_path: Path,
+) -> None:
+    """Where the compiler was left to choose, the metadata has as many as there could be."""
+    directory = compiled(tmp_path, batch_size=2, num_blocks=9)
+    path = directory / "rbln_config.json"
+    told = json.loads(path.read_text())
+    shapes = [meta["shape"] for meta in told["cache_metas"]]
+    fake = FakeRebellions()
+
+    def load(directory: str, device: int) -> Any:
+        model = fake.load(directory, device)
+        for meta in model.rbln_config.cache_metas:
+            meta.shape[0] = 16
+        return model
+
+    mine = CompiledDecoder(replace(fake.sdk(), load=load), str(directory), 0)
+    assert [list(cache.shape) for cache in mine.caches] == shapes
+    assert {cache.blocks for cache in mine.caches} == {9}
 
 
 def test_a_model_without_a_decoder_for_one_is_refused(tmp_path: Path) -> None:
@@ -130,11 +177,16 @@ def test_a_model_without_a_decoder_for_one_is_refused(tmp_path: Path) -> None:
     assert "rbln_batch_size=1" in str(raised.value)
 
 
-def test_a_mask_of_its_own_is_refused(tmp_path: Path) -> None:
-    """It would be filled by the model's own prefill alone, and hide all that was imported."""
-    with pytest.raises(Refused, match="compile it without use_attention_mask") as raised:
-        on_card(changed(compiled(tmp_path), use_attention_mask=True))
-    assert raised.value.field == "compiled"
+def test_a_mask_without_position_ids_is_left_to_the_vendor(tmp_path: Path) -> None:
+    """It is made anew from the position at each step whose tables come from outside."""
+    prompt = make_prompt(21)
+    found = []
+    for name, told in (("plain", {}), ("masked", {"use_attention_mask": True})):
+        mine, fake = on_card(changed(compiled(tmp_path / name), **told))
+        first = mine.prefill(prompt)
+        found.append([first, *(mine.decode(token, 21 + token) for token in range(5))])
+        assert not fake.card.faults
+    assert all(torch.equal(*each) for each in zip(*found, strict=True))
 
 
 def calls_of(mine: CompiledDecoder, fake: FakeRebellions) -> list[Callable[[], object]]:

@@ -102,6 +102,24 @@ def flushed(card: PaperCard) -> Counter[tuple[str, int]]:
     return Counter((name, block) for name, block, _ in card.updates)
 
 
+def test_rows_that_wait_are_read_with_nothing_of_an_earlier_prompt_beside_them() -> None:
+    """To be read they are flushed, and what they wait for is not there yet."""
+    prompt = Prompt(6, 9, 5, 1)
+    card, earlier, cells = prompt.card(), prompt.cells(1), prompt.cells(2)
+    lane = lane_on(card)
+    lane.begin(5)
+    for piece in prompt.pieces(1):
+        bring(lane, piece, earlier, prompt)
+    lane.begin(5)
+    bring(lane, Piece(0, 0, 1, 3), cells, prompt)
+    assert torch.equal(lane.read(0, 0, 1, 3), cells[0, 0][:, 1:3])
+    cache = prompt.caches[0]
+    landed = card.memory[cache.name][0].clone()
+    assert landed[:, 1:3].count_nonzero()
+    landed[:, 1:3] = 0
+    assert not landed.count_nonzero()
+
+
 @given(prompts(), st.booleans())
 def test_each_block_goes_over_once_whatever_is_cut_how(prompt: Prompt, reads_back: bool) -> None:
     """After its last row came, and no prompt is complete before all of it is there."""
@@ -132,6 +150,25 @@ def test_a_kept_reservation_holds_the_second_attempt_alone(prompt: Prompt, came:
             assert card.holds(_mixed(lane), prompt.num_tokens)
     assert is_complete(lane)
     assert card.holds(second, prompt.num_tokens)
+
+
+@given(prompts(), st.integers(1, 40))
+def test_an_attempt_that_begins_anew_sends_each_block_once_and_must_be_whole(
+    prompt: Prompt, came: int
+) -> None:
+    card, first, second = prompt.card(), prompt.cells(1), prompt.cells(2)
+    lane = lane_on(card)
+    lane.begin(prompt.num_tokens)
+    for piece in prompt.pieces(1)[:came]:
+        bring(lane, piece, first, prompt)
+    lane.forget()
+    card.updates.clear()
+    for piece in prompt.pieces(2):
+        assert not is_complete(lane)
+        bring(lane, piece, second, prompt)
+    assert is_complete(lane)
+    assert card.holds(second, prompt.num_tokens)
+    assert flushed(card) == prompt.blocks()
 
 
 @given(prompts())
