@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -30,6 +31,20 @@ def _children_find_the_tree() -> Iterator[None]:
         del os.environ["PYTHONPATH"]
     else:
         os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_log_file() -> None:
+    """pytest's log handlers open no file for as long as the tests run.
+
+    Its handler of a log file that nobody asked for holds the null device open, and whichever test
+    first has a command configure logging in this process closes it: one descriptor less is left.
+    """
+    root = logging.getLogger()
+    for handler in root.handlers[:]:
+        if isinstance(handler, logging.FileHandler) and handler.baseFilename == os.devnull:
+            root.removeHandler(handler)
+            handler.close()
 
 
 def children() -> set[int]:

@@ -28,6 +28,7 @@ def test_all_blocks_are_measured_and_gone_on_with_and_drawn(
     out = tmp_path / "batch.jsonl"
     assert bench(out, "--repeats", "1") == 0
     assert bench(out, "--repeats", "2", "--resume") == 0
+    assert str(directory_of("gemma3")) not in out.read_text(), "a place of this machine"
     rows = read_rows(out)
     keys = [tuple(row[name] for name in KEY) for row in rows]
     assert len(set(keys)) == len(keys) == 2 * 2 * 2 * len(ARMS)

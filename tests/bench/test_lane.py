@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,10 @@ from headrace.bench.lane import MODES, Alone, Setting, times_of
 from headrace.bench.lane_table import figures, lines
 from headrace.bench.rows import RowFile, read_rows
 from headrace.cli import run_command
-from headrace.cli.bench.lane import _pairing
+from headrace.cli.bench.lane import LaneOptions, _setting, _settings_of
+from headrace.cli.decoders import WITH_A_MODEL
+from headrace.cli.sources import TAKE_A_MODEL
+from headrace.engine.environments import RNGD
 from headrace.errors import Refused
 from headrace.ids import RequestId
 from headrace.messages import Interval, Measured
@@ -67,6 +72,24 @@ def test_every_mode_at_every_share(tmp_path: Path, capsys: pytest.CaptureFixture
     assert out.read_text() == before, "nothing was missing"
 
 
+@pytest.mark.usefixtures("nothing_left")
+def test_it_is_measured_in_the_decoders_environment(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rows are written there, and what stands in their way is told from there in one sentence."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    there = ["--shares", "0.5", "--decoder-python", str(python)]
+    assert run_command(command(tmp_path / "rows", *there)) == 0
+    assert len(read_rows(tmp_path / "rows")) == 6
+    assert "A ends at 0.5, 0.1 off" in capfd.readouterr().out
+    nowhere = Path("/proc/nowhere/rows")
+    assert run_command(command(nowhere, *there)) in (1, 2)  # 2: one who may not write there at all
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith("headrace: ")
+
+
 def test_a_that_needs_more_tokens_than_its_lane_holds_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,7 +104,6 @@ def test_a_that_needs_more_tokens_than_its_lane_holds_is_refused(
         ("--shares", "101", "at most 100"),
         ("--import-mb-s", "nan", "--import-mb-s is nan"),
         ("--step-ms", "-1", "it must be above 0"),
-        ("--slack-ms", "-1", "cannot be negative"),
         ("--prompt", "0", "must be at least 1"),
         ("--geometry", "x", "unknown geometry 'x'; known are llama-3.1-8b"),
         ("--decoder-options", "[]", "is not a JSON object"),
@@ -89,12 +111,15 @@ def test_a_that_needs_more_tokens_than_its_lane_holds_is_refused(
         ("--decoder-options", '{"steps": 1}', "unknown field `steps`"),
         ("--decoder", "x", "unknown decoder 'x'"),
         ("--source", "x", "unknown source 'x'"),
+        ("--compiled", "x", "--compiled is for --decoder atom"),
+        ("--source-python", "/no/python", "give --source-python the path"),
+        ("--emulate", "", "--emulate is for --source rngd, and it is paced"),
     ],
 )
 def test_misuse_is_refused(
     flag: str, value: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command(["bench", "lane", flag, value]) == 2
+    assert run_command(["bench", "lane", *filter(None, (flag, value))]) == 2
     assert sentence in capsys.readouterr().err
 
 
@@ -114,14 +139,81 @@ def test_a_decoder_without_one_lane_that_decodes_is_refused(num_lanes: int) -> N
 
 
 def test_a_factory_and_its_options_pass_through() -> None:
-    options = _pairing("vendor.decoder:open", "replay", "m", "llama-3.1-8b", 64, {})
-    assert (options["decoder"], options["source"]) == ("vendor.decoder:open", "replay")
-    assert options["decoder_options"] == options["source_options"] == {}
-    assert options["name"] == "replay to vendor.decoder:open"
-    quick = {"mb_per_s": 500.0, "step_ms": 0.0}
-    own = _pairing("paced", None, "m", "llama-3.1-8b", 64, quick)
-    assert (own["decoder"], own["source"], own["name"]) == (paced_lane.FACTORY, "paced", NAME)
-    assert own["decoder_options"] == {"geometry": "llama-3.1-8b", "context": 64, **quick}
+    made = _setting(LaneOptions(decoder="vendor.decoder:open", source="replay"))
+    assert (made.decoder, made.source) == ("vendor.decoder:open", "replay")
+    assert made.decoder_options == made.source_options == {}
+    assert made.name == "replay -> vendor.decoder:open"
+    own = _setting(LaneOptions(prompt=60, most_tokens=4, import_mb_s=500.0, step_ms=1.0))
+    assert (own.decoder, own.source, own.name) == (paced_lane.FACTORY, "paced", NAME)
+    pace = {"mb_per_s": 500.0, "step_ms": 1.0}
+    assert own.decoder_options == {"geometry": "llama-3.1-8b", "context": 64, **pace}
+
+
+PLACE = "/a/place/of/this/machine"
+
+
+@pytest.fixture
+def _resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model is in one place, and the environment of rngd is this one."""
+    monkeypatch.setattr("headrace.engine.models.resolve", lambda name: Path(f"{PLACE}/found"))
+    monkeypatch.setenv(RNGD.variable, sys.executable)
+
+
+@pytest.mark.usefixtures("_resolved")
+@pytest.mark.parametrize("decoder", ["paced", "module:open", *WITH_A_MODEL])
+@pytest.mark.parametrize("source", [None, "replay", "module:open", *TAKE_A_MODEL])
+def test_each_side_that_takes_a_model_gets_it(decoder: str, source: str | None) -> None:
+    """In the dtype in which the source computes."""
+    made = _setting(LaneOptions(decoder=decoder, source=source))
+    dtype = "bfloat16" if source == "rngd" else "float32"
+    model = {"model": f"{PLACE}/found", "dtype": dtype, "threads": 1}
+    takes = made.source in TAKE_A_MODEL
+    assert made.source_options == (model if takes else {})
+    if decoder != "paced":
+        assert made.decoder_options == (model if decoder in WITH_A_MODEL else {})
+        assert ("smollm2-135m" in made.name) == (takes or decoder in WITH_A_MODEL)
+    assert made.source_python == (sys.executable if source == "rngd" else None)
+
+
+@pytest.mark.usefixtures("_resolved")
+def test_what_stands_in_for_a_device_is_in_the_name() -> None:
+    fake = {"sdk": "headrace.testing.fake_rebellions:open"}
+    options = LaneOptions(
+        decoder="atom",
+        source="rngd",
+        model=f"{PLACE}/gemma3/",
+        emulate=True,
+        decoder_options=json.dumps(fake),
+    )
+    made = _setting(options)
+    assert made.name == "rngd (emulated) -> atom (fake) gemma3"
+    assert made.source_options["emulate"] is True
+    assert made.decoder_options["sdk"] == fake["sdk"]
+    assert _setting(LaneOptions(decoder="cpu", dtype="float16")).decoder_options["dtype"] == (
+        "float16"
+    )
+
+
+@pytest.mark.usefixtures("_resolved")
+def test_no_place_of_this_machine_is_in_a_row() -> None:
+    """Of whichever option, however deep; what is no place stays."""
+    more = {"cache": f"{PLACE}/cache", "sdk": "module:open", "deep": [{"at": f"{PLACE}/deep"}, 1]}
+    options = LaneOptions(
+        decoder="atom",
+        source="rngd",
+        model=f"{PLACE}/gemma3",
+        compiled=Path(f"{PLACE}/compiled"),
+        decoder_options=json.dumps(more),
+        source_options=json.dumps({"kernels": f"{PLACE}/kernels"}),
+    )
+    made = _setting(options)
+    kept = _settings_of(made)
+    assert "/" not in json.dumps([made.name, kept])
+    model = {"model": "found", "dtype": "bfloat16", "threads": 1}
+    stripped = {"cache": "cache", "sdk": "module:open", "deep": [{"at": "deep"}, 1]}
+    assert kept["decoder_options"] == model | {"compiled": "compiled"} | stripped
+    assert kept["source_options"] == model | {"kernels": "kernels"}
+    assert made.decoder_options["cache"] == f"{PLACE}/cache"
 
 
 def test_a_paced_lane_takes_its_time_and_computes_nothing() -> None:
@@ -179,40 +271,61 @@ def pair(*, a_ends_ms: int, parked: bool) -> tuple[Request, Request]:
 
 def test_the_times_of_a_pair() -> None:
     alone = Alone(prefill_ns=100 * MS, import_ns=30 * MS, step_ns=10 * MS)
-    row = times_of(*pair(a_ends_ms=120, parked=True), alone, slack_ms=2.0)
+    row = times_of(*pair(a_ends_ms=120, parked=True), alone)
     assert (row["gap_ns"], row["rest_ns"]) == (91 * MS, 80 * MS)
     assert (row["parked_nbytes"], row["parked_import_ns"]) == (200, 6 * MS)
-    assert row["group_ns"] == 13 * MS  # 10 of computing, and a tenth of the import
-    assert row["bound_ns"] == (80 + 13 + 2) * MS
+    assert row["goal_ns"] == (6 + 3) * MS  # what was parked, and a tenth of the import
+    assert row["bound_ns"] == (80 + 10 + 3) * MS  # the rest, and a group's computing and import
     assert row["tail_ns"] == 10 * MS
     assert row["ended_at_share"] == 0.2
     assert row["token_ns_of_a"] == 10 * MS
-    late = times_of(*pair(a_ends_ms=205, parked=True), alone, slack_ms=0.0)
-    assert (late["rest_ns"], late["bound_ns"]) == (0, (30 + 13) * MS)
-    assert late["parked_nbytes"] == 400
-    assert times_of(*pair(a_ends_ms=90, parked=False), alone, 0.0)["parked_nbytes"] == 0
+    late = times_of(*pair(a_ends_ms=205, parked=True), alone)
+    assert (late["rest_ns"], late["parked_nbytes"]) == (0, 400)
+    assert late["goal_ns"] == late["bound_ns"] == (12 + 3) * MS
+    assert times_of(*pair(a_ends_ms=90, parked=False), alone)["parked_nbytes"] == 0
 
 
-def made_row(mode: str, gap_ms: float, half: int = 0, repeat: int = 0) -> dict[str, Any]:
+def made_row(
+    mode: str, gap_ms: float, half: int = 0, repeat: int = 0, *, over: bool = False
+) -> dict[str, Any]:
     place = {"setting": NAME, "prompt_tokens": 8, "share": 0.5, "mode": mode}
-    told = {"bound_ns": 50 * MS, "parked_ns": MS, "parked_nbytes": MS, "ended_at_share": 0.5}
+    told = {
+        "bound_ns": 50 * MS,
+        "goal_ns": 40 * MS,
+        "rest_ns": 0 if over else MS,
+        "parked_ns": MS,
+        "parked_nbytes": MS,
+        "ended_at_share": 0.5,
+    }
     return place | told | {"repeat": repeat, "half": half, "gap_ns": gap_ms * MS}
 
 
-def test_ratios_are_taken_within_a_half_and_the_goal_is_judged_by_row() -> None:
+def test_ratios_are_taken_within_a_half_and_each_row_is_judged_by_its_own_bound() -> None:
     rows = [made_row("off", 100), made_row("off", 200, half=1), made_row("whole", 150, half=1)]
     rows += [made_row("streamed", 50), made_row("streamed", 51, half=1)]
     found = {line.mode: line for line in lines(rows)}
-    streamed, whole = found["streamed"].ratio, found["whole"].ratio
-    assert streamed is not None
-    assert whole is not None
-    assert streamed.median == pytest.approx((0.5 + 0.255) / 2)
-    assert whole.median == 0.75
-    assert found["whole"].met is found["off"].met is None
-    assert found["streamed"].met == (1, 2)
+    streamed, whole = found["streamed"], found["whole"]
+    assert streamed.ratio is not None
+    assert whole.ratio is not None
+    assert streamed.to_whole is not None
+    assert streamed.ratio.median == pytest.approx((0.5 + 0.255) / 2)
+    assert whole.ratio.median == 0.75
+    assert streamed.to_whole.median == 51 / 150
+    assert (streamed.kept, streamed.met, streamed.over, streamed.rows) == (1, 0, 0, 2)
     (figure,) = figures(rows)
     assert not figure.met
     assert "1 of 2 rows" in figure.result
+    assert "x0.34 of the whole route's" in figure.result
+    assert "kept by 0" in figure.goal
     (figure,) = figures(rows[:4])
     assert figure.met
     assert [line.ratio for line in lines(rows[3:])] == [None]
+
+
+def test_the_goal_is_judged_where_the_prefill_was_over_in_all_rows() -> None:
+    rows = [made_row("streamed", 40, over=True), made_row("streamed", 41, half=1, over=True)]
+    (figure,) = figures(rows)
+    assert (figure.met, "1 of 2 rows" in figure.result) == (False, True)
+    assert figure.goal == "the import of what was parked + one group: 40.0 ms"
+    (figure,) = figures([rows[0], made_row("streamed", 41, half=1)])
+    assert figure.met

@@ -26,6 +26,7 @@ def command(out: Path, *more: str, rest: int = 6) -> list[str]:
 def test_every_label_of_every_kind_is_measured_and_drawn(tmp_path: Path) -> None:
     out = tmp_path / "prefix.jsonl"
     assert run_command(command(out)) == 0
+    assert str(directory_of("llama")) not in out.read_text(), "a place of this machine"
     rows = read_rows(out)
     for kind in prefix.KINDS:
         for repeat in (0, 1):

@@ -175,6 +175,7 @@ def test_a_small_run(rngd_python: str, tmp_path: Path, capsys: pytest.CaptureFix
     }
     assert rngd_command(lengths=(33,), **asked) == 0
     assert rngd_command(lengths=(1, 33), resume=True, **asked) == 0
+    assert asked["model"] not in out.read_text(), "a place of this machine"
     rows = read_rows(out)
     assert [row["prompt_tokens"] for row in rows] == [33, 1]
     for row in rows:

@@ -13,9 +13,11 @@ with it, and all are warm. Each repeat takes the modes once forth and once back 
 one begins with another; ratios are taken within a half. What the import of B takes alone, its
 prefill and a decode step are measured first.
 
-The goal of the streamed mode, for each row: the time is at most what stays of B's prefill or the
-import of B, whichever is longer, and one layer group (its computing and its import), and a stated
-slack for the host. Where the prefill is over, what is imported is what was parked.
+The goal of the streamed mode: the time is at most the import of what was parked and one layer
+group. It can be kept only where B's prefill is over when A ends: then the group is its import.
+Where some of the prefill stays, nothing is faster than that, so the bound of such a row is what
+stays of the prefill or the import of what was parked, whichever is longer, and one group, its
+computing and its import. Nothing is added for the host.
 """
 
 from __future__ import annotations
@@ -82,7 +84,6 @@ class Setting:
     shares: tuple[float, ...] = (0.25, 0.6, 1.5)
     repeats: int = 10
     most_tokens: int = 512
-    slack_ms: float = 5.0
 
     @property
     def context(self) -> int:
@@ -248,7 +249,7 @@ def _one(
     owner.drain()
     return {
         **_identity(setting, share, repeat, half, mode),
-        **times_of(finished(a), finished(b), alone, setting.slack_ms),
+        **times_of(finished(a), finished(b), alone),
         "tokens_of_a": num_tokens,
         "alone": alone._asdict(),
         "pairing": stand.facts,
@@ -257,31 +258,31 @@ def _one(
     }
 
 
-def times_of(a: Request, b: Request, alone: Alone, slack_ms: float) -> dict[str, Any]:
+def times_of(a: Request, b: Request, alone: Alone) -> dict[str, Any]:
     """What a row tells of one pair, ns and bytes.
 
-    gap_ns: from the end of A to B's first token. rest_ns: of B's prefill, when A ended. bound_ns:
-    what `gap_ns` may come to by the goal of the streamed mode, of which parked_import_ns is the
-    import of what was parked.
+    gap_ns: from the end of A to B's first token. rest_ns: of B's prefill, when A ended.
+    parked_import_ns: what the import of what was parked takes. goal_ns: that and the import of one
+    group. bound_ns: what can be kept, as the module tells.
     """
     first, second = _measured(a), _measured(b)
     parked_nbytes = _parked_nbytes(b)
     prefill_ns = second.source_final_ns - second.prefill_begun_ns
     rest_ns = max(0, second.source_final_ns - max(first.ended_ns, second.prefill_begun_ns))
-    group_ns = prefill_ns // max(1, second.groups)
-    group_ns += alone.import_ns * second.last_group_nbytes // max(1, second.kv_nbytes)
+    import_ns = alone.import_ns * second.last_group_nbytes // max(1, second.kv_nbytes)
+    parked_import_ns = alone.import_ns * parked_nbytes // max(1, second.kv_nbytes)
+    computing_ns = prefill_ns // max(1, second.groups) if rest_ns else 0
     return {
         "gap_ns": second.first_token_ns - first.ended_ns,
         "rest_ns": rest_ns,
-        "bound_ns": max(rest_ns, alone.import_ns) + group_ns + round(slack_ms * 1e6),
-        "group_ns": group_ns,
-        "slack_ms": slack_ms,
+        "goal_ns": parked_import_ns + import_ns,
+        "bound_ns": max(rest_ns, parked_import_ns) + computing_ns + import_ns,
         "ended_at_share": (first.ended_ns - second.prefill_begun_ns) / max(1, prefill_ns),
         "prefill_ns": prefill_ns,
         "tail_ns": second.tail_ns,
         "parked_ns": second.parked_ns,
         "parked_nbytes": parked_nbytes,
-        "parked_import_ns": alone.import_ns * parked_nbytes // max(1, second.kv_nbytes),
+        "parked_import_ns": parked_import_ns,
         "import_ns": second.import_ns,
         "kv_nbytes": second.kv_nbytes,
         "groups": second.groups,

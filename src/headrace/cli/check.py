@@ -31,6 +31,7 @@ from headrace.cli.sources import (
     dtype_for,
     interpreter_for,
     is_emulated,
+    options_for,
     pair_name,
 )
 from headrace.engine.text import max_positions_of
@@ -218,12 +219,11 @@ def _attributes(options: CheckOptions) -> dict[str, Any]:
             context = min(context, _longest(directory))
         dtype = dtype_for(options.source, options.dtype)
         model = {"model": str(directory), "dtype": dtype, "threads": options.threads}
-    source = dict(model)
-    if options.source == "replay":
-        source = dict(REPLAYED) if options.decoder == "null" else {}
-    if options.source == "rngd":
-        flags = {"emulate": options.emulate, "share_device": options.share_device}
-        source |= {name: True for name, given in flags.items() if given}
+    source = options_for(
+        options.source, model, emulate=options.emulate, share_device=options.share_device
+    )
+    if options.source == "replay" and options.decoder == "null":
+        source = dict(REPLAYED)
     decoder = options_of(
         options.decoder, model, compiled=options.compiled, share_device=options.share_device
     )

@@ -38,10 +38,12 @@ from headrace.cli.report import (
 from headrace.cli.run_options import RunOptions, check_options, sampling_of
 from headrace.cli.shown import Printer, shown_of
 from headrace.cli.sources import (
+    REPLAY,
     TAKE_A_MODEL,
     dtype_for,
     interpreter_for,
     is_emulated,
+    options_for,
     pair_name,
 )
 from headrace.engine.text import ByteText, TextCodec
@@ -49,10 +51,9 @@ from headrace.errors import HeadraceError, Refused
 from headrace.geometry import MAX_POSITIONS
 from headrace.messages import AskedRoute
 from headrace.runtime.config import OwnerConfig
-from headrace.runtime.interpreters import check_interpreter
 from headrace.runtime.log import configure
 from headrace.runtime.requests import MAX_ATTEMPTS_BY_DEFAULT, ROUTES, RequestOptions
-from headrace.runtime.router import OwnerClient, OwnerFailed, RouteResult
+from headrace.runtime.router import OwnerClient, RouteResult
 from headrace.runtime.supervisor import RestartPolicy
 from headrace.telemetry.chrome import encode
 from headrace.telemetry.recording import Recording
@@ -97,7 +98,7 @@ def run(
     client = OwnerClient(config, interpreter=interpreter)
     results: dict[AskedRoute, RouteResult] = {}
     try:
-        _start(client, options)
+        client.start()
         _run_routes(client, options, tokens, codec, results)
     except (HeadraceError, KeyboardInterrupt):
         if options.trace is not None and results:
@@ -150,18 +151,6 @@ def _codec(options: RunOptions) -> tuple[TextCodec, Path | None, int]:
     return codec, directory, longest
 
 
-def _start(client: OwnerClient, options: RunOptions) -> None:
-    try:
-        client.start()
-    except OwnerFailed as exc:
-        if options.source_python is not None:
-            try:
-                check_interpreter(options.source_python, "--source-python")
-            except Refused as refused:
-                raise refused from exc
-        raise
-
-
 def _marks(config: OwnerConfig) -> dict[str, bool]:
     """What of a pair is no device of its own: what every figure of it is shown with."""
     return {
@@ -189,9 +178,9 @@ def _config(
     if directory is not None:
         dtype = dtype_for(options.source, options.dtype)
         model = {"model": str(directory), "dtype": dtype, "threads": options.threads}
-    source: dict[str, Any] = {"vocab_size": 256} if options.source == "replay" else dict(model)
-    if options.emulate:
-        source["emulate"] = True
+    source = options_for(options.source, model, emulate=options.emulate)
+    if options.source == REPLAY:
+        source["vocab_size"] = 256
     return OwnerConfig(
         decoder=options.decoder,
         decoder_options={

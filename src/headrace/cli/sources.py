@@ -7,10 +7,11 @@ from typing import Any, Final
 
 from headrace.engine import environments
 from headrace.engine.environments import RNGD
-from headrace.engine.rngd import preflight
 from headrace.errors import Refused
+from headrace.runtime.interpreters import check_interpreter
 
 TAKE_A_MODEL: Final = ("torch", "cuda", "rngd")
+REPLAY: Final = "replay"
 RNGD_DTYPE: Final = "bfloat16"
 DTYPE: Final = "float32"
 
@@ -31,17 +32,33 @@ def dtype_for(source: str, given: str | None) -> str:
     return given or (RNGD_DTYPE if source == RNGD.name else DTYPE)
 
 
+def options_for(
+    source: str, model: Mapping[str, Any], *, emulate: bool = False, share_device: bool = False
+) -> dict[str, Any]:
+    """The options of a source that the flags give: its model, unless it is replay.
+
+    `model`: of the checkpoint, empty if none was named.
+    """
+    if source == REPLAY:
+        return {}
+    options = dict(model)
+    if source == RNGD.name:
+        flags = {"emulate": emulate, "share_device": share_device}
+        options |= {name: True for name, given in flags.items() if given}
+    return options
+
+
 def interpreter_for(source: str, given: str | None) -> str | None:
     """The interpreter of a source's environment: the given one, or for rngd the one that
-    `headrace rngd setup` made.
+    `headrace rngd setup` made; None for this process's own.
 
     Raises:
-        BackendUnavailable: there is no environment for rngd, or its headrace is another version.
+        BackendUnavailable: there is no environment for rngd.
+        Refused: it cannot run headrace, or its headrace is another version.
     """
-    if source != RNGD.name:
-        return given
-    interpreter = environments.find(RNGD) if given is None else given
-    preflight.check_version(interpreter)
+    interpreter = environments.find(RNGD) if given is None and source == RNGD.name else given
+    if interpreter is not None:
+        check_interpreter(interpreter, "--source-python")
     return interpreter
 
 

@@ -32,14 +32,12 @@ from headrace.errors import BackendUnavailable, HeadraceError
 from headrace.version import VERSION
 
 KILL_WAIT_S: Final = 5.0
-VERSION_TIMEOUT_S: Final = 20.0
 
 PARENT_PID_VARIABLE: Final = "HEADRACE_PARENT_PID"
 """As `headrace.process` has it, which lies above this."""
 
 ORPHAN_STATUS: Final = 75
 _PR_SET_PDEATHSIG: Final = 1
-_TELL_VERSION: Final = "from headrace.version import VERSION; print(VERSION)"
 
 
 class Told(Struct, frozen=True, omit_defaults=True):
@@ -94,26 +92,6 @@ class Preflight(Generic[Asked]):
             return ended
         how = _how(status, timeout_s) + (f", after: {said}" if said else "")
         raise self._unfinished(interpreter, asked, told, how)
-
-    def check_version(self, interpreter: str) -> None:
-        """Refuse an interpreter whose headrace is of another version; quick, and loads no vendor.
-
-        One that does not run, or has no headrace, is not told here: who starts it finds that.
-
-        Raises:
-            BackendUnavailable: api_missing.
-        """
-        with suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(
-                [interpreter, "-c", _TELL_VERSION],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-                timeout=VERSION_TIMEOUT_S,
-                check=True,
-            )
-            if found := _last_line(done.stdout):
-                self._check_version(found)
 
     def tell(self, asked: Asked) -> Iterator[Told]:
         """Make the probes up to the first that fails; tell each as it begins and as it ends."""

@@ -4,10 +4,10 @@
 it as `function(asked, told)`. What is asked, told meanwhile and returned is JSON, and crosses on
 descriptors of its own: whatever the function or a vendor's library prints goes to standard error.
 
-A terminal sends its interrupt to both processes. The child ignores it, and the caller asks it once
-to end, by SIGTERM, which the function meets as a KeyboardInterrupt: so it can still return what it
-has. What it tells after that raises it again, since Python drops one that meets it in a finalizer.
-A second interrupt ends the child by force.
+A terminal sends its interrupt to both processes. The child is started with it held back and then
+ignores it, and the caller asks it once to end, by SIGTERM, which the function meets as a
+KeyboardInterrupt: so it can still return what it has. What it tells after that raises it again,
+since Python drops one that meets it in a finalizer. A second interrupt ends the child by force.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from headrace.errors import BackendUnavailable, HeadraceError, PeerDied, Refused
+from headrace.engine.capacity import MORE_MEMORY
+from headrace.errors import BackendUnavailable, Closed, HeadraceError, PeerDied, Refused
 from headrace.process import ChildProcess, die_with_parent
 from headrace.runtime.interpreters import check_interpreter
 
@@ -34,6 +35,14 @@ END_WITHIN_S: Final = 30.0
 _READ_NBYTES: Final = 1 << 16
 
 Told = Callable[[Any], None]
+
+
+class _Call(NamedTuple):
+    """One that runs. reader: what the child says; interrupted: filled by the first interrupt."""
+
+    child: ChildProcess
+    reader: int
+    interrupted: list[int]
 
 
 def call(
@@ -51,34 +60,61 @@ def call(
 
     Raises:
         Refused: the interpreter cannot run headrace; or what the function refused or found missing.
-        HeadraceError: what else of headrace's it raised, by its text.
+        HeadraceError: what else of headrace's it raised, or met of the system's, by its text.
         PeerDied: it died, of an error that it said on standard error or without a word.
         KeyboardInterrupt: it was interrupted and returned nothing.
     """
     check_interpreter(interpreter, flag)
-    reader, writer = os.pipe()
+    with _started(interpreter, target, asked) as (child, reader, interrupted):
+        for what, value in _said(child, reader):
+            if what == "told":
+                told(value)
+            else:
+                child.close(END_WITHIN_S)
+                return _ended(what, value)
+        if interrupted:
+            raise KeyboardInterrupt
+        raise PeerDied(_death(child, interpreter))
+
+
+@contextmanager
+def _started(interpreter: str, target: str, asked: Mapping[str, Any]) -> Iterator[_Call]:
+    """The child, which is gone when the block is left; interrupts are taken from its start on."""
+    with ExitStack() as stack:
+        with _held_back(), _written(asked) as question:
+            reader, writer = os.pipe()
+            stack.callback(os.close, reader)
+            with open(writer, "wb"):  # the child's end is the only one then
+                child = ChildProcess.spawn(
+                    MODULE,
+                    [f"--tell={writer}", f"--call={target}", f"--asked={question}"],
+                    interpreter=interpreter,
+                    inherit=[writer, question],
+                )
+            stack.enter_context(child)
+            interrupted = stack.enter_context(_interrupts(child))
+        yield _Call(child, reader, interrupted)
+
+
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """Hold interrupts back, in this thread and in what it starts: none ends a child that has not
+    come to ignore them yet.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        try:
-            child = ChildProcess.spawn(
-                MODULE,
-                [f"--tell={writer}", f"--call={target}", f"--asked={json.dumps(asked)}"],
-                interpreter=interpreter,
-                inherit=[writer],
-            )
-        finally:
-            os.close(writer)
-        with child, _interrupts(child) as interrupted:
-            for what, value in _said(child, reader):
-                if what == "told":
-                    told(value)
-                else:
-                    child.close(END_WITHIN_S)
-                    return _ended(what, value)
-            if interrupted:
-                raise KeyboardInterrupt
-            raise PeerDied(_death(child, interpreter))
+        yield
     finally:
-        os.close(reader)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _written(asked: Mapping[str, Any]) -> Iterator[int]:
+    """A descriptor to read what is asked from: an argument may have no more than 128 KiB."""
+    with open(os.memfd_create("headrace-asked"), "wb") as file:
+        file.write(json.dumps(asked).encode())
+        file.flush()
+        yield file.fileno()
 
 
 @contextmanager
@@ -90,7 +126,8 @@ def _interrupts(child: ChildProcess) -> Iterator[list[int]]:
         if interrupted:
             raise KeyboardInterrupt
         interrupted.append(number)
-        child.terminate()
+        with suppress(Closed):  # it has answered
+            child.terminate()
 
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or another's
         yield interrupted
@@ -144,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The child's side; exit status 0: what came of it was told."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     interrupted: list[int] = []
 
     def on_end(number: int, frame: object) -> None:
@@ -154,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=MODULE)
     parser.add_argument("--tell", type=int, required=True)
     parser.add_argument("--call", required=True)
-    parser.add_argument("--asked", required=True)
+    parser.add_argument("--asked", type=int, required=True)
     parsed = parser.parse_args(arguments)
     os.set_inheritable(parsed.tell, False)  # what is started here must not hold it open
     with open(parsed.tell, "wb") as file:
@@ -168,12 +206,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise KeyboardInterrupt
             tell("told", value)
 
-        tell(*_outcome(parsed.call, json.loads(parsed.asked), told))
+        tell(*_outcome(parsed.call, _read(parsed.asked), told))
     return 0
 
 
+def _read(descriptor: int) -> dict[str, Any]:
+    """What is asked, from its beginning: its offset is shared with whoever wrote it."""
+    with open(descriptor, "rb") as file:
+        file.seek(0)
+        asked: dict[str, Any] = json.load(file)
+    return asked
+
+
 def _outcome(target: str, asked: dict[str, Any], told: Told) -> tuple[str, Any]:
-    """What came of the call, as `_ended` takes it."""
+    """What came of the call, as `_ended` takes it; failures in the words of the command line."""
     module, _, name = target.partition(":")
     try:
         return "returned", getattr(import_module(module), name)(asked, told)
@@ -181,7 +227,9 @@ def _outcome(target: str, asked: dict[str, Any], told: Told) -> tuple[str, Any]:
         return "interrupted", None
     except (Refused, BackendUnavailable) as exc:
         return "refused", [str(exc), exc.field if isinstance(exc, Refused) else ""]
-    except HeadraceError as exc:
+    except MemoryError:
+        return "failed", [f"too little memory. {MORE_MEMORY}", ""]
+    except (HeadraceError, OSError, UnicodeError) as exc:
         return "failed", [str(exc), ""]
 
 

@@ -81,15 +81,14 @@ class Shell(ImportShell):
     # What the machine is told.
 
     def _check_local(self, options: RequestOptions) -> bool:
-        if options.on_failure != "local":
-            return False
-        if not self._sources.has_local:
+        local = options.on_failure == "local"
+        if local and not self._sources.has_local:
             raise Refused(
                 "on_failure is local and this decoder has no prefill engine of its own; use fail "
                 "or retry",
                 field="on_failure",
             )
-        return True
+        return local
 
     def _submit(
         self,
@@ -122,9 +121,8 @@ class Shell(ImportShell):
         dropped = self._machine.dropped.total()
         self._machine.message(source, message, time.monotonic_ns(), fault)
         if active is not None and self._machine.dropped.total() == dropped:
-            active.record.heard(
-                message, active.plan
-            )  # only now: what was refused may hold anything
+            # Only now: what was refused may hold anything.
+            active.record.heard(message, active.plan)
         self._run_commands()
 
     # What the machine commands.

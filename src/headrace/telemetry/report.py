@@ -136,10 +136,14 @@ def computes_too(run: Aligned, interval: Interval) -> bool:
 
 
 def _whole(run: Aligned, among: Iterable[Aligned]) -> Aligned | None:
-    """A whole-route run of the same prompt between two processes, in which nobody else decoded."""
+    """A whole-route run of the same prompt between two processes that nobody disturbed.
+
+    Nobody else decoded, and it was not parked: what it did until it had storage is not in its tail.
+    """
     for other in among:
         same = other.run.prompt == run.run.prompt and _kv_nbytes(other) == _kv_nbytes(run)
         undisturbed = length_of("neighbours", pieces(other)) == 0 and not other.is_local
+        undisturbed = undisturbed and other.parked is None
         if other.run.route == "whole" and same and undisturbed and other.tail is not None:
             return other
     return None
@@ -164,12 +168,10 @@ def _alone(run: Aligned, whole: Aligned | None) -> tuple[int | None, Alone | Non
 def _saved_ns(run: Aligned, whole: Aligned) -> int | None:
     """How much sooner than on the whole route the first token was there, from each submission.
 
-    None where one of the two was parked: it waited for whoever had the lane.
+    None where it was parked: it waited for whoever had the lane.
     """
     ours, theirs = run.run.measured, whole.run.measured
-    if run.run.route == "whole" or ours is None or theirs is None:
-        return None
-    if run.parked is not None or whole.parked is not None:
+    if run.run.route == "whole" or run.parked is not None or ours is None or theirs is None:
         return None
     if not ours.first_token_ns or not theirs.first_token_ns:
         return None

@@ -24,7 +24,7 @@ from headrace.engine import environment_making
 from headrace.engine.environments import RNGD, PythonFacts
 from headrace.engine.rngd.probes import COMPILER
 from headrace.engine.text import ByteText
-from headrace.errors import BackendUnavailable
+from headrace.errors import BackendUnavailable, Refused
 from headrace.messages import Ended
 from headrace.runtime.router import RouteResult
 from tests.unit.engine.fake_python import PIP_WORKS, write_fake_python
@@ -472,7 +472,7 @@ def test_run_starts_rngd_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> 
         "emulate": True,
     }
     assert made.decoder_options["dtype"] == "bfloat16"
-    assert config(source="rngd", source_python="/a/python").source_python == "/a/python"
+    assert config(source="rngd", source_python="python3").source_python == "python3"
     assert "emulate" not in config(source="rngd").source_options
 
 
@@ -480,15 +480,15 @@ def test_a_source_with_another_headrace_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "other"
-    other.write_text("#!/bin/sh\necho 0.0.1\n")
+    other.write_text("#!/bin/sh\necho headrace 0.0.1\n")
     other.chmod(0o755)
-    said = r"api_missing: headrace: the source's headrace is 0\.0\.1, and this one is"
-    with pytest.raises(BackendUnavailable, match=said):
-        config(source="rngd", source_python=str(other))
+    said = f"the headrace of {other} is 0.0.1, and this one is .* or give --source-python another"
+    for source in ("rngd", "torch"):
+        with pytest.raises(Refused, match=said):
+            config(source=source, source_python=str(other))
     monkeypatch.setenv(RNGD.variable, str(other))
-    with pytest.raises(BackendUnavailable, match=said):
+    with pytest.raises(Refused, match=said):
         config(source="rngd")
-    assert config(source="torch", source_python=str(other)).source_python == str(other)
 
 
 def test_other_sources_are_as_they_were() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -9,11 +10,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
-from headrace.errors import BackendUnavailable, DeviceError, HeadraceError, PeerDied, Refused
+from headrace import cli
+from headrace.engine.capacity import MORE_MEMORY
+from headrace.errors import BackendUnavailable, DeviceError, PeerDied, Refused
+from headrace.process import ChildProcess
+from headrace.runtime import elsewhere
 from headrace.runtime.elsewhere import call
 
 HERE = "tests.unit.runtime.test_elsewhere"
@@ -33,12 +39,42 @@ def refuse(asked: dict[str, Any], told: Told) -> NoReturn:
     raise Refused("no such case\nat all", field="only")
 
 
-def lack(asked: dict[str, Any], told: Told) -> NoReturn:
-    raise BackendUnavailable("vendor", "sdk_missing", "import vendor", "none", "Install it")
+def repeat(asked: dict[str, Any], told: Told) -> dict[str, Any]:
+    return asked
 
 
-def fail(asked: dict[str, Any], told: Told) -> NoReturn:
-    raise DeviceError("the device is gone")
+class Failure(NamedTuple):
+    """What is raised, and what `headrace` says of it."""
+
+    exc: Exception
+    said: str
+
+
+FAILURES = {
+    "refused": Failure(Refused("no such case\nat all"), "no such case at all"),
+    "missing": Failure(
+        BackendUnavailable("vendor", "sdk_missing", "import vendor", "none", "Install it"),
+        "vendor: sdk_missing: import vendor: none. Install it",
+    ),
+    "device": Failure(DeviceError("the device is gone"), "the device is gone"),
+    "full disk": Failure(
+        OSError(errno.ENOSPC, "No space left on device", "rows"),
+        "[Errno 28] No space left on device: 'rows'",
+    ),
+    "no directory": Failure(
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/nope"),
+        "[Errno 2] No such file or directory: '/proc/nope'",
+    ),
+    "spelling": Failure(
+        UnicodeEncodeError("ascii", "\u00e9", 0, 1, "ordinal not in range(128)"),
+        "'ascii' codec can't encode character '\\xe9' in position 0: ordinal not in range(128)",
+    ),
+    "memory": Failure(MemoryError(), f"too little memory. {MORE_MEMORY}"),
+}
+
+
+def fail_as(asked: dict[str, Any], told: Told) -> NoReturn:
+    raise FAILURES[asked["failure"]].exc
 
 
 def break_down(asked: dict[str, Any], told: Told) -> NoReturn:
@@ -56,6 +92,10 @@ def leave_a_holder(asked: dict[str, Any], told: Told) -> None:
         signal.pause()
     told(holder)
     os._exit(3)
+
+
+def held_back(asked: dict[str, Any], told: Told) -> list[int]:
+    return [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
 
 
 def wait(asked: dict[str, Any], told: Told) -> NoReturn:
@@ -120,14 +160,30 @@ def test_a_refusal_comes_back_as_one() -> None:
     with pytest.raises(Refused, match="no such case") as caught:
         there("refuse")
     assert caught.value.field == "only"
-    with pytest.raises(Refused, match=r"vendor: sdk_missing: import vendor: none\. Install it"):
-        there("lack")
 
 
-def test_a_failure_comes_back_as_one() -> None:
-    with pytest.raises(HeadraceError, match="the device is gone") as caught:
-        there("fail")
-    assert not isinstance(caught.value, Refused)
+@pytest.mark.parametrize("failure", FAILURES)
+def test_an_error_there_reads_as_one_here(
+    failure: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With the exit status and in the one sentence that the command line has for it."""
+    found = []
+    for does in (fail_as, lambda asked, told: there("fail_as", asked)):
+        monkeypatch.setattr(cli, "app", lambda *_, does=does, **__: does({"failure": failure}, id))
+        found.append((cli.run_command([]), *capfd.readouterr()))
+    assert found[0] == found[1]
+    assert found[0][2] == f"headrace: {FAILURES[failure].said}\n"
+
+
+def test_much_is_asked_in_any_script() -> None:
+    """An argument could hold no more than 128 KiB, and a JSON escape takes six bytes a letter."""
+    asked = {"prompt": "\u4e00\U0001f300\x00\n" * 100_000, "numbers": list(range(100_000))}
+    assert there("repeat", asked) == asked
+
+
+def test_what_is_no_json_is_not_asked() -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        there("repeat", {"path": object()})
 
 
 @pytest.mark.parametrize(
@@ -189,6 +245,44 @@ def test_a_terminals_interrupt_is_the_callers_alone() -> None:
         interrupt(pid)
 
     assert there("wait_and_answer", told=interrupt_both) == "what there is"
+
+
+def test_an_interrupt_before_it_ignores_them_ends_it_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It reaches both, as a terminal's does, before the child has run a line of ours."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os, signal, sys\nif {elsewhere.MODULE!r} in sys.orig_argv:\n"
+        "    os.kill(os.getppid(), signal.SIGINT)\n    os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(KeyboardInterrupt):
+        there("wait")
+    assert capfd.readouterr() == ("", "")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_a_signal_that_was_held_back_stays_so() -> None:
+    """By a caller of ours, that is; the child takes it all the same."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        assert signal.SIGINT.value not in there("held_back")
+        assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_an_interrupt_after_its_answer_leaves_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    close = ChildProcess.close
+
+    def close_and_interrupt(child: ChildProcess, grace_s: float = 0.0) -> None:
+        close(child, grace_s)
+        if grace_s:
+            interrupt(None)
+
+    monkeypatch.setattr(ChildProcess, "close", close_and_interrupt)
+    assert there("repeat", {"an": "answer"}) == {"an": "answer"}
 
 
 def test_it_ends_with_its_caller() -> None:

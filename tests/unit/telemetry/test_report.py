@@ -119,11 +119,14 @@ def test_several_layers_to_a_message_change_no_overlap() -> None:
         whole(measured=measured(kv_nbytes=6_000)),
         whole(owner=whole().owner[:-1]),
         whole(owner=(*whole().owner, at("neighbour", 3_000, 3_001))),
+        whole(owner=(*whole().owner, at("parked", 0, 4_000))),
+        whole(owner=(*whole().owner, at("parked", 0, 1))),
     ],
-    ids=["prompt", "route", "bytes", "not published", "disturbed"],
+    ids=["prompt", "route", "bytes", "not published", "disturbed", "parked", "parked early"],
 )
 def test_another_run_does_not_tell_t(other: Run) -> None:
-    assert report(streamed(), other).alone == "own imports"
+    told = report(streamed(), other)
+    assert (told.alone, told.whole_tail_ns) == ("own imports", None)
 
 
 def test_a_share_of_noise_is_no_share() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +20,11 @@ def check_sizes(flag: str, sizes_mb: tuple[int, ...]) -> None:
         raise Refused(f"{flag} is empty; give at least one size in MiB")
     for size_mb in sizes_mb:
         check_count(flag, size_mb, limit=MAX_SIZE_MB + 1)
+
+
+def model_name(model: str) -> str:
+    """What rows call a model, as --model names it: of a path its last part."""
+    return Path(os.path.abspath(model)).name
 
 
 def json_object(flag: str, text: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from rich.table import Table
 from headrace.bench import batch
 from headrace.bench.batch import CLAIM, KEY, Setting, gains
 from headrace.cli.arguments import check_count
+from headrace.cli.bench.arguments import model_name
 from headrace.cli.bench.tables import open_rows
 from headrace.errors import Refused
 
@@ -58,7 +59,8 @@ def batch_command(
     from headrace.engine.models import resolve
 
     directory = resolve(model)
-    setting = Setting(model, directory, active, batches, prompt, steps, repeats, threads, dtype)
+    name = model_name(model)
+    setting = Setting(name, directory, active, batches, prompt, steps, repeats, threads, dtype)
     batch.check(setting)
     file = open_rows(out, CLAIM, KEY, setting.facts(), resume=resume)
     for row in batch.run(setting, file):

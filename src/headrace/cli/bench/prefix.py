@@ -45,7 +45,7 @@ def prefix_command(
     for flag, count in (("--tokens", tokens), ("--rest", rest), ("--repeats", repeats)):
         check_count(flag, count)
     subject = subject_of(model, resolve(model))
-    settings = prefix.Settings(model, subject.directory, subject.vocab_size, tokens, rest)
+    settings = prefix.Settings(subject.name, subject.directory, subject.vocab_size, tokens, rest)
     file = open_rows(out, prefix.CLAIM, prefix.KEY, {}, resume=resume)
     for row in prefix.run(settings, repeats, file):
         text = f"{row['kind']} {row['repeat']} {row['label']}: {row['ttft_ns'] / 1e6:.1f} ms"

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from headrace.bench.rows import spread
 from headrace.cli.arguments import check_count
+from headrace.cli.bench.arguments import model_name
 from headrace.cli.bench.tables import open_rows
 from headrace.cli.sources import interpreter_for
 from headrace.errors import Refused
@@ -73,7 +74,7 @@ def rngd_command(
     config = geometry.read_config(directory)
     family = geometry.family_of(config)
     setting = rngd.Setting(
-        model,
+        model_name(model),
         directory,
         directory if reference is None else resolve(reference),
         family.quantised,

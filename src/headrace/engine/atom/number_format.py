@@ -1,9 +1,9 @@
 """The 16-bit float that ATOM's runtime may keep a cache in, whatever dtype the cache is said to be.
 
 It has a sign, 6 bits of exponent with a bias of 31 and 9 bits of mantissa. That much is known of at
-least one public import path. The rest is taken from IEEE 754 and is for the probe of a card to
-confirm: an exponent of zero means a subnormal, one of all ones infinity or a NaN, and what lies
-between two values goes to the nearer one, or to the even one.
+least one public import path. The rest is taken from IEEE 754 and confirmed by nothing: an exponent
+of zero means a subnormal, one of all ones infinity or a NaN, and what lies between two values goes
+to the nearer one, or to the even one.
 
 Against float16 it has one bit more of range and one less of precision: every bfloat16 of float16's
 normal range is a value of it, and about half of the float16 values are not.

@@ -36,15 +36,6 @@ def check(
     return _PREFLIGHT.check(interpreter, Asked(device, share, card, sdk), timeout_s)
 
 
-def check_version(interpreter: str) -> None:
-    """Refuse an interpreter whose headrace is of another version; see `Preflight.check_version`.
-
-    Raises:
-        BackendUnavailable: api_missing.
-    """
-    _PREFLIGHT.check_version(interpreter)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """What the child runs; see `Preflight.main`."""
     return _PREFLIGHT.main(arguments)

@@ -48,7 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--one-lane",
         action="store_true",
-        help="draw settings with one lane, and slots and requests enough for some to be parked",
+        help="draw settings with one lane, and with two slots a source and two requests at least; "
+        "with a prefetch depth above 0, which three in four have, requests may be parked",
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--out", type=Path, help="file of rows, one JSON object a line")

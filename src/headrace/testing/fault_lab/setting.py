@@ -111,7 +111,8 @@ class Setting:
 def draw_setting(stream: Stream, caller: list[Stream], *, one_lane: bool = False) -> Setting:
     """A setting from `stream`, and each request from its `caller`.
 
-    `one_lane`: what is drawn has one lane, and slots and requests enough for some to be parked.
+    `one_lane`: what is drawn has one lane, two slots a source and two requests at least. Some may
+    be parked where the drawn prefetch depth is above 0.
     """
     one, several = (_is_one, _are_several) if one_lane else (None, None)
     geometry = stream.pick(GEOMETRIES)

@@ -140,7 +140,7 @@ def test_a_model_for_several_cards_is_refused(tmp_path: Path) -> None:
 
     def load(directory: str, device: int) -> Any:
         model = fake.load(directory, device)
-        model.rbln_config.num_devices = 4
+        vars(model.rbln_config)["num_devices"] = 4
         return model
 
     with pytest.raises(Refused, match="compiled for 4 cards") as raised:
