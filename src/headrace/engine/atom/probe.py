@@ -19,13 +19,15 @@ from headrace.engine import records
 from headrace.engine.atom import cards, prompts, record
 from headrace.engine.atom.artifact import digest_of, read_geometry
 from headrace.engine.atom.caches import Cache
+from headrace.engine.atom.environment import SETUP
 from headrace.engine.atom.probe_bench import Bench, by_geometry, label
 from headrace.engine.atom.probe_steps import LOADS, STEPS
 from headrace.engine.atom.prompts import Reference
 from headrace.engine.atom.rebellions import sdk_named
 from headrace.engine.atom.record import Record
-from headrace.engine.atom.sdk import Sdk
-from headrace.errors import HeadraceError
+from headrace.engine.atom.sdk import VENDOR, Sdk
+from headrace.engine.faults import raised_as
+from headrace.errors import BackendUnavailable, HeadraceError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,9 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
         reference = None
         if asked.reference is not None:
             reference = prompts.read(asked.reference, read_geometry(asked.compiled).caches)
-        made, path = probe(
-            sdk_named(asked.sdk), asked.device, asked.compiled, reference, out=asked.out
-        )
+        with raised_as(lambda why: BackendUnavailable(VENDOR, "sdk_missing", "import", why, SETUP)):
+            sdk = sdk_named(asked.sdk)
+        made, path = probe(sdk, asked.device, asked.compiled, reference, out=asked.out)
     except HeadraceError as exc:
         print(f"headrace: {exc}", file=sys.stderr)
         return 2
@@ -69,25 +71,21 @@ def probe(
 
     Raises:
         BackendUnavailable: there is no such card.
-        Refused: the directory holds no compiled model, or the record cannot be written.
+        Refused: the directory holds no compiled model that can be used, or the record cannot be
+            written.
     """
     say = say or (lambda text: print(text, file=sys.stderr, flush=True))
     card = cards.describe(sdk, device)
+    read_geometry(directory)  # which refuses by name what cannot be probed
     digest = digest_of(directory)
     own = record.path_of(sdk, card, digest)
     path = out or own
-    made = Record(
-        sdk=sdk.name,
-        packages=dict(sdk.versions),
-        driver=sdk.driver,
-        card=card,
-        compiled={"directory": directory.absolute().name, "digest": digest, "caches": []},
-        checkpoint="" if reference is None else reference.checkpoint,
-        made=records.now(),
-    )
+    made = _begun(sdk, card, directory, digest, reference)
     say(f"probe: the record is {path}")
     bench = Bench(sdk, directory, device, reference)
     made = records.take_all(made, [(LOADS.name, partial(LOADS.take, bench))], path, say)
+    if bench.refused is not None:
+        raise bench.refused  # the record has it, and no other card would do better
     if bench.compiled is not None:
         caches = _told(bench.compiled.caches)
         made = replace(made, compiled={**made.compiled, "caches": caches})
@@ -96,6 +94,21 @@ def probe(
     if path != own:
         records.write(made, own)  # where the decoder looks
     return made, path
+
+
+def _begun(
+    sdk: Sdk, card: dict[str, Any], directory: Path, digest: str, reference: Reference | None
+) -> Record:
+    """A record without findings."""
+    return Record(
+        sdk=sdk.name,
+        packages=dict(sdk.versions),
+        driver=sdk.driver,
+        card=card,
+        compiled={"directory": directory.absolute().name, "digest": digest, "caches": []},
+        checkpoint="" if reference is None else reference.checkpoint,
+        made=records.now(),
+    )
 
 
 def _told(caches: Iterable[Cache]) -> list[dict[str, Any]]:

@@ -18,7 +18,13 @@ from headrace.engine.atom.mirrors import Mirror, make_mirror
 from headrace.engine.atom.prompts import Reference
 from headrace.engine.atom.sdk import Sdk
 from headrace.engine.tensors import DTYPES
-from headrace.errors import BackendUnavailable, DeviceError
+from headrace.errors import BackendUnavailable, DeviceError, Refused
+
+IMAGES: Final = "image_prefill"
+"""The phase of a compiled model that alone attends both ways, where there is one."""
+
+MOST_STEPS: Final = 600
+"""Decode steps that a prompt may take: some tens of milliseconds each."""
 
 _PATTERNS: Final = 1 << 16
 _SCATTER: Final = 40503
@@ -41,7 +47,8 @@ class Bench:
 
     compiled: once it is loaded. stored: by cache, the torch dtype of a mirror's elements, int16
     where the card has two bytes of what is declared to have four. number_format, sub_blocks: as
-    found.
+    found. logits: by the tokens of a prompt, the row that the card computed last. refused: why the
+    model is not compiled as it has to be.
     """
 
     sdk: Sdk
@@ -52,6 +59,8 @@ class Bench:
     stored: dict[str, torch.dtype] = field(default_factory=dict)
     number_format: NumberFormat | None = None
     sub_blocks: bool = False
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    refused: Refused | None = None
     _mirrors: dict[tuple[object, ...], Mirror] = field(default_factory=dict)
 
     def load(self) -> Any:
@@ -75,6 +84,9 @@ class Bench:
         except BackendUnavailable:
             if loaded and any(not hasattr(loaded[0], name) for name in CALLS):
                 return loaded[0]
+            raise
+        except Refused as exc:
+            self.refused = exc
             raise
         for cache in compiled.caches:
             Cast("float32", cache.dtype, "declared")
@@ -102,6 +114,30 @@ class Bench:
         if self.number_format is None:
             raise DeviceError("the number format was not found, as its step says")
         return self.number_format
+
+    @property
+    def by_steps(self) -> bool:
+        """Whether the card computes prompts by decode steps, since its own prefill is not causal.
+
+        So it is compiled where a mask and position ids come without a phase for images: each
+        position of a chunk attends to all of it, and from layer 1 on keys and values differ.
+        """
+        config = self.opened.config
+        masked = bool(config.use_attention_mask and config.use_position_ids)
+        return masked and IMAGES not in (getattr(config, "phases", None) or ())
+
+    @property
+    def own_prefill(self) -> str:
+        """How the card computes a prompt, in words."""
+        return "by decode steps" if self.by_steps else "causal"
+
+    def reached(self, lengths: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Tokens of the prompts that the card is had to compute, and of those that are too long to
+        wait for, by decode steps above all.
+        """
+        most = MOST_STEPS if self.by_steps else prompts.LONGEST_PROMPT
+        every = sorted(lengths)
+        return [each for each in every if each <= most], [each for each in every if each > most]
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -169,10 +205,23 @@ class Bench:
         for place in self.places():
             self.send(place, torch.zeros(self.count(place.cache), dtype=torch.int16))
 
-    def prefill(self, num_tokens: int) -> torch.Tensor:
-        """Have the card prefill a prompt in a cleared lane; returns the last row of logits."""
-        self.clear()
-        return self.opened.prefill(self.first(num_tokens))
+    def compute(self, num_tokens: int, there: int = 0) -> torch.Tensor:
+        """Have the card compute a prompt in a cleared lane; returns the last row of logits.
+
+        By decode steps it goes on from the first tokens that are `there`, and leaves zeros behind.
+        """
+        tokens = self.first(num_tokens)
+        if not self.by_steps:
+            self.clear()
+            return self.opened.prefill(tokens)
+        if not 0 < there < num_tokens:
+            self.clear()
+            logits = self.opened.prefill(tokens[:1])
+            self.clear_behind(1)
+            there = 1
+        for position in range(there, num_tokens):
+            logits = self.opened.decode(tokens[position], position)
+        return logits
 
     def clear_behind(self, num_tokens: int) -> None:
         """Put zeros into every row of the lane that a prompt has no position in."""
@@ -180,7 +229,9 @@ class Bench:
             cache = place.cache
             wanted = {rows.block: rows.num for rows in needed(cache, num_tokens)}
             first = wanted.get(place.block, 0)
-            if first < cache.rows:
+            if first == 0:
+                self.send(place, torch.zeros(self.count(cache), dtype=torch.int16))
+            elif first < cache.rows:
                 bits = self.fetch(place).clone().view(cache.heads, cache.rows, -1)
                 bits[:, first:] = 0
                 self.send(place, bits.view(-1))

@@ -12,6 +12,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from headrace.engine.atom import prompts
+from headrace.engine.atom.blocks import LANE, lane_blocks
 from headrace.engine.atom.caches import Cache
 from headrace.engine.atom.compiled import CALLS, SIZE_CALL
 from headrace.engine.atom.number_format import MANTISSA_BITS, decode, encode
@@ -30,7 +32,11 @@ from headrace.errors import DeviceError
 
 ALL_CALLS: Final = (*CALLS, SIZE_CALL, "_copy_kv_cache")
 REPEATS: Final = 5
+ALIGNMENT_NBYTES: Final = 2 << 20
+"""By how many bytes a cache may be larger on a card than its mirror."""
+
 _EXPONENT: Final = 63
+_BEFORE_A_STEP: Final = 6
 _LEFT: Final = 23130  # what a mirror holds where nothing was fetched into it
 
 
@@ -43,23 +49,28 @@ def calls(bench: Bench) -> Facts:
 def sizes(bench: Bench) -> Facts:
     """How large the runtime says that caches are, which tells how wide their elements are.
 
-    Where it does not say, a mirror is taken to be of the declared dtype.
+    Where it does not say, a mirror is taken to be of the declared dtype. agrees: whether each cache
+    has the bytes of its mirror, and at most `ALIGNMENT_NBYTES` more.
     """
     compiled = bench.opened
     if not compiled.has_sizes():
         return {"told": False}
     facts: Facts = {"told": True, "agrees": True}
-    for name, cache in by_geometry(compiled.caches).items():
-        told, width = compiled.nbytes_of(cache), DTYPES[cache.dtype].itemsize
-        facts[name] = told
-        if told == cache.elements * width:
+    for cache in compiled.caches:
+        told = compiled.nbytes_of(cache)
+        facts.setdefault(label(cache), told)
+        if _fits(told, cache.elements * DTYPES[cache.dtype].itemsize):
             continue
-        if told == cache.elements * torch.int16.itemsize:
-            same = [each for each in compiled.caches if label(each) == name]
-            bench.stored.update({each.name: torch.int16 for each in same})
+        if _fits(told, cache.elements * torch.int16.itemsize):
+            bench.stored[cache.name] = torch.int16
         else:
             facts["agrees"] = False
+            facts.setdefault("first", f"{told} bytes of {cache.name}, {label(cache)}")
     return facts
+
+
+def _fits(told: int, wanted: int) -> bool:
+    return wanted <= told <= wanted + ALIGNMENT_NBYTES
 
 
 def warm_up(bench: Bench) -> Facts:
@@ -98,17 +109,62 @@ def round_trip(bench: Bench) -> Facts:
 
 
 def sub_blocks(bench: Bench) -> Facts:
-    """Whether the first rows of a block can be sent and fetched alone, in every geometry."""
+    """Whether the first rows of a block can be sent and fetched alone, in every geometry: in the
+    first block, one between and the last.
+    """
     facts: Facts = {}
     try:
         for name, cache in by_geometry(bench.opened.caches).items():
             counts = sorted({1, cache.rows // 2 + 1, cache.rows - 1} & set(range(1, cache.rows)))
-            facts[name] = all(_is_moved_alone(bench, Place(cache, 0), rows) for rows in counts)
+            last = lane_blocks(cache, bench.opened.positions)[-1]
+            facts[name] = all(
+                _is_moved_alone(bench, Place(cache, block), rows)
+                for block in sorted({0, (last + 1) // 2, last})
+                for rows in counts
+            )
         works = all(facts.values())
     except DeviceError as exc:  # that it cannot be done is what is to be known
         works, facts["why"] = False, str(exc)
     bench.sub_blocks = works
     return {"works": works, **facts}
+
+
+def decode_places(bench: Bench) -> Facts:
+    """Whether a decode step leaves its position where an import would have put it, in each cache.
+
+    It needs no prompt, so every block of the lane is tried, and each window past its end: the step
+    must write the row of its position, and keep those before it, or move a full window by one.
+    elsewhere: the first place where it did not.
+    """
+    compiled, elsewhere = bench.opened, ""
+    tried = prompts.decoded(compiled.caches, compiled.positions)
+    bench.clear()
+    for position in reversed(tried):  # what a step sees is what was sent, and zeros
+        places = [
+            Place(cache, position // cache.rows if cache.kind == "full" else LANE)
+            for cache in compiled.caches
+        ]
+        for place in places:
+            bench.send(place, bench.plain(place.cache, _BEFORE_A_STEP))
+        compiled.decode(bench.tokens[0], position)
+        for place in places:
+            elsewhere = elsewhere or _written_elsewhere(bench, place, position)
+    return {"as_imported": not elsewhere, "elsewhere": elsewhere, "positions": list(tried)}
+
+
+def _written_elsewhere(bench: Bench, place: Place, position: int) -> str:
+    cache = place.cache
+    got, old = (
+        bits.view(cache.heads, cache.rows, -1)
+        for bits in (bench.fetch(place), bench.plain(cache, _BEFORE_A_STEP))
+    )
+    slides = cache.kind == "sliding" and position >= cache.rows
+    row = cache.rows - 1 if slides else position % cache.rows
+    kept = old[:, 1:] if slides else old[:, :row]
+    written = (got[:, row] != old[:, row]).any(1)
+    if torch.equal(got[:, :row], kept) and bool(written.all()):
+        return ""
+    return f"position {position} is not in row {row} of {place}"
 
 
 def costs(bench: Bench) -> Facts:

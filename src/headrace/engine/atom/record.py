@@ -25,7 +25,7 @@ from headrace.engine.atom.sdk import VENDOR, Sdk
 from headrace.engine.models import cache_root
 from headrace.errors import BackendUnavailable, Refused
 
-RECORD_VERSION: Final = 1
+RECORD_VERSION: Final = 2
 BY_POSITION: Final = "by_position"
 
 _OTHERS: Final = (
@@ -40,7 +40,7 @@ class Verified:
     number_format: what a mirror's elements must be. sub_blocks: whether the first rows of a block
     can be transferred alone. clears: whether a lane must be cleared before it is used again.
     warms_up: whether the card must have computed once before a cache can be written. checkpoint:
-    fingerprint of the one whose keys and values the card's were compared with.
+    fingerprint of the one whose keys, values and logits the card's were compared with.
     """
 
     number_format: NumberFormat
@@ -129,10 +129,13 @@ def _failings(record: Record, hint: str) -> Iterator[tuple[str, str]]:
     """What is needed and was not found to hold, in the order of the steps, and what to do."""
     for step, why, remedy in (
         ("calls", _no_calls(record), _OTHERS),
+        ("sizes", _no_sizes(record), _OTHERS),
         ("warm_up", _no_transfer(record), _OTHERS),
         ("number_format", _no_format(record), hint),
         ("round_trip", _no_round_trip(record), _OTHERS),
-        ("sliding_order", _no_order(record), _OTHERS),
+        ("decode_places", _no_places(record), _OTHERS),
+        ("row_order", _no_order(record), _OTHERS),
+        ("logits", _no_logits(record), hint),
         ("import_decodes", _no_decode(record), _OTHERS),
     ):
         if why:
@@ -162,6 +165,13 @@ def _no_calls(record: Record) -> str:
     return f"the runtime has no {' and no '.join(missing)}" if missing else ""
 
 
+def _no_sizes(record: Record) -> str:
+    if record.fact("sizes", "agrees") is not False:
+        return ""
+    first = record.fact("sizes", "first")
+    return f"the runtime says that a cache has other bytes than its metadata: {first}"
+
+
 def _no_transfer(record: Record) -> str:
     if record.fact("warm_up", "needed") in (True, False):
         return ""
@@ -189,11 +199,29 @@ def _no_round_trip(record: Record) -> str:
 
 
 def _no_order(record: Record) -> str:
-    order = record.fact("sliding_order", "order")
-    sliding = any(each.get("kind") == "sliding" for each in record.compiled.get("caches", []))
-    if not sliding or order == BY_POSITION:
+    order = record.fact("row_order", "order")
+    if order == BY_POSITION:
         return ""
-    return f"the rows of a sliding window are not found in the order of positions, but {order}"
+    return f"the rows of a cache are not found in the order of positions, but {order or 'unknown'}"
+
+
+def _no_places(record: Record) -> str:
+    if record.fact("decode_places", "as_imported") is True:
+        return ""
+    elsewhere = record.fact("decode_places", "elsewhere") or "it was not found where it is"
+    return f"a decode step leaves its position elsewhere than an import would: {elsewhere}"
+
+
+def _no_logits(record: Record) -> str:
+    match record.fact("logits", "near"):
+        case True:
+            return ""
+        case False:
+            return (
+                "the card computes other logits than the checkpoint, so the model was compiled "
+                "from another one"
+            )
+    return "it was not found whether the card computes the checkpoint's logits"
 
 
 def _no_decode(record: Record) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compute(directory: Path, compiled: Path, *, threads: int = 1) -> Reference:
-    """Compute the longest prompt of the model that `compiled` was made of.
+    """Compute the longest prompt of the model that `compiled` was made of, and each one's logits.
 
     Raises:
         Refused: a directory holds no model, or the two are not of one model.
@@ -55,14 +56,22 @@ def compute(directory: Path, compiled: Path, *, threads: int = 1) -> Reference:
     caches, positions = read_geometry(compiled)
     model = load_model(directory, threads=threads)
     layers = geometry(model.config, "source", "float32", positions)
-    chosen = prompts.compared(caches)
-    wanted = [each for each in caches if each.layer in chosen]
-    for cache in wanted:
+    for cache in caches:
         _check(cache, layers, directory, compiled)
-    tokens = prompts.tokens_of(max(prompts.lengths(caches, positions)))
-    taken = _Taken(wanted, len(tokens))
-    run_prefill(model, layers, tokens, CHUNK, taken)
-    return Reference(fingerprint(directory), tokens, taken.states)
+    lengths = prompts.lengths(caches, positions)
+    tokens, chosen = prompts.tokens_of(max(lengths)), prompts.compared(caches)
+    short = prompts.short_prompt(caches, positions)
+    taken = _Taken({each: len(tokens) if each.layer in chosen else short for each in caches})
+    last: dict[int, np.ndarray] = {}
+
+    def forward(ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        logits = model.forward(ids, cache)
+        if taken.stop in lengths:
+            last[taken.stop] = logits.reshape(-1).to(torch.float32).cpu().numpy().copy()
+        return logits
+
+    run_prefill(model, layers, tokens, CHUNK, taken, cuts=lengths[:-1], forward=forward)
+    return Reference(fingerprint(directory), tokens, taken.states, last)
 
 
 def _check(cache: Cache, layers: Sequence[Layer], directory: Path, compiled: Path) -> None:
@@ -84,25 +93,28 @@ def _check(cache: Cache, layers: Sequence[Layer], directory: Path, compiled: Pat
 
 
 class _Taken:
-    """Keeps the states of some layers; a `Taker`."""
+    """Keeps the states of the first positions, so many of each cache; a `Taker`.
+
+    stop: where the piece that is computed ends.
+    """
 
     keep_full = False
 
-    def __init__(self, caches: Sequence[Cache], positions: int) -> None:
+    def __init__(self, positions: Mapping[Cache, int]) -> None:
         self.states = {
-            (each.layer, each.part): np.zeros((each.heads, positions, each.head_dim), np.float32)
-            for each in caches
+            (each.layer, each.part): np.zeros((each.heads, count, each.head_dim), np.float32)
+            for each, count in positions.items()
         }
-        self._start = self._stop = 0
+        self._start = self.stop = 0
 
     def begin(self, start: int, stop: int) -> None:
-        self._start, self._stop = start, stop
+        self._start, self.stop = start, stop
 
     def take(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         for part, states in enumerate((keys, values)):
             if (layer, part) in self.states:
-                kept = self.states[layer, part]
-                kept[:, self._start : self._stop] = states.to(torch.float32).numpy()
+                kept = self.states[layer, part][:, self._start : self.stop]
+                kept[:] = states[:, : kept.shape[1]].to(torch.float32).numpy()
 
     def end(self, start: int, stop: int, cache: TakenCache) -> None:
         pass

@@ -52,7 +52,9 @@ class Knobs:
     number_format: of mirrors and memory. sub_blocks: whether parts of a block can be moved; if not,
     such calls are refused. needs_warm_up: what becomes of calls before anything was computed, since
     the caches have no memory until then. leaks: a decode step sees one row too many of the values.
-    sliding: where a position is in a window. calls: the private calls that exist.
+    sliding: where a position is in a window. bidirectional_prefill: each position of a prefill
+    attends to all of it, which must fit into a chunk, as where the vendor compiles a mask and
+    position ids without a phase for images. calls: the private calls that exist.
     update_nbytes_per_s, step_s: a paced card takes so long for moving bytes, and at least so long
     for a decode step; None for as fast as it goes. sleep: how it waits. npu_name: what a card is
     called. num_devices: how many there are.
@@ -63,6 +65,7 @@ class Knobs:
     needs_warm_up: Literal["raises", "loses"] | None = None
     leaks: bool = False
     sliding: Literal["by_position", "ring"] = "by_position"
+    bidirectional_prefill: bool = False
     calls: Sequence[str] = PRIVATE_CALLS
     update_nbytes_per_s: float | None = None
     step_s: float | None = None

@@ -67,6 +67,7 @@ class CompiledConfig:
     use_attention_mask: bool = False
     use_position_ids: bool = False
     cache_metas: list[CacheMeta] = field(default_factory=list)
+    phases: list[str] = field(default_factory=lambda: ["prefill", "decode"])
 
     @property
     def use_global_attention(self) -> bool:

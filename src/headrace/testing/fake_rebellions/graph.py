@@ -107,11 +107,13 @@ class Graph:
         position_ids: torch.Tensor | None = None,
         visible: Sequence[int] | None = None,
         leaks: bool = False,
+        both_ways: bool = False,
     ) -> torch.Tensor:
         """Compute `ids` [1, t] as positions from `start` on; returns the last one's logits [1, V].
 
         position_ids: where a model that takes them believes to be, which also places its windows.
-        visible: the positions that full attention sees; None for all.
+        visible: the positions that full attention sees; None for all. both_ways: each position sees
+        all of `ids`.
         """
         local = start if position_ids is None else int(position_ids[0, 0])
         memory, metas = self.card.memory, self.config.cache_metas
@@ -126,6 +128,9 @@ class Graph:
                 layers.append(SlidingRows(blocks.local, keys.shape[2], ring=ring))
                 layers[-1].open(memory, names, local, leaks=leaks)
         given = {} if position_ids is None else {"position_ids": position_ids.to(torch.int64)}
+        if both_ways:
+            count = ids.shape[1]
+            given["attention_mask"] = torch.zeros(1, 1, count, count, dtype=self.config.dtype)
         with torch.inference_mode():
             output = self._model.module(
                 input_ids=ids,

@@ -91,7 +91,8 @@ class Prefill:
 
         Raises:
             ValueError: it is too long, or one of two tables is missing.
-            NotImplementedError: it goes on from where no chunk begins.
+            NotImplementedError: it goes on from where no chunk begins, or attends both ways and is
+                longer than a chunk.
             RuntimeError: an input is not as the graph takes it, or no block is free.
             Fault: the positions or the blocks cannot be.
         """
@@ -107,7 +108,12 @@ class Prefill:
             position_ids = None
             if graph.config.use_position_ids:
                 position_ids = torch.arange(start, stop)[None]
-            logits = graph.run(input_ids, blocks, start, position_ids=position_ids)
+            both_ways = graph.card.knobs.bidirectional_prefill
+            if both_ways and (start or stop > graph.config.prefill_chunk_size):
+                raise NotImplementedError("a prefill that attends both ways beyond one chunk")
+            logits = graph.run(
+                input_ids, blocks, start, position_ids=position_ids, both_ways=both_ways
+            )
             graph.pad(blocks, stop)
             if not external:
                 graph.mask[item] = 0
@@ -171,7 +177,7 @@ class Decoder:
             if not external:
                 block_tables, local_block_tables = self._own_tables(cache_position)
             position_ids = self._checked(input_ids, cache_position, position_ids)
-            mask = self._mask(cache_position, attention_mask)
+            mask = self._mask(cache_position, attention_mask, external=external)
             tables = graph.read_tables(block_tables, local_block_tables, self._size)
             rows = []
             for item, blocks in enumerate(tables):
@@ -207,9 +213,11 @@ class Decoder:
         return check("position_ids", position_ids, (self._size, 1), torch.int32)
 
     def _mask(
-        self, cache_position: torch.Tensor, given: torch.Tensor | None
+        self, cache_position: torch.Tensor, given: torch.Tensor | None, *, external: bool
     ) -> torch.Tensor | None:
-        """What is attended to: what was given, or what the model's own prefill left and this."""
+        """What is attended to: what was given; or all up to here, where tables came from outside
+        and no position ids; or what the model's own prefill left and this.
+        """
         graph, config = self._graph, self._graph.config
         if not config.use_attention_mask:
             return None
@@ -219,6 +227,9 @@ class Decoder:
         for item, position in enumerate(cache_position[:, 0].tolist()):
             if not 0 <= position < config.max_seq_len:
                 raise ValueError(f"step {position} is outside of the attention mask")
+            if external and not config.use_position_ids:
+                graph.mask[item] = 0
+                graph.mask[item, :position] = 1
             graph.mask[item, position] = 1
         return graph.mask[: self._size]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ META = {"layer_index": 0, "shape": [4, 2, 16, 8], "dtype": "float16", "is_auto":
 METAS = [
     {**META, "name": f"past_key_values_{part}", "layer_type": "full_attention"} for part in (0, 1)
 ]
+WRITTEN_NS = 1_700_000_000_000_000_001
 CONFIG: dict[str, Any] = {"max_seq_len": 64, "cache_metas": METAS, "cls_name": "x"}
 
 
@@ -24,6 +26,8 @@ def write(directory: Path, config: Any = CONFIG, **files: bytes) -> Path:
     (directory / "rbln_config.json").write_text(text)
     for name, data in {"prefill": bytes(200_000), **files}.items():
         (directory / f"{name}.rbln").write_bytes(data)
+    for path in directory.iterdir():
+        os.utime(path, ns=(WRITTEN_NS, WRITTEN_NS))
     return directory
 
 
@@ -40,7 +44,7 @@ def test_a_digest_is_of_what_lies_there_wherever_that_is(tmp_path: Path) -> None
         {"prefill": bytes(200_001)},
         {"prefill": b"\x01" + bytes(199_999)},
         {"prefill": bytes(199_999) + b"\x01"},
-        {"prefill": bytes(100_000) + b"\x01" * 20_000 + bytes(80_000)},
+        {"prefill": bytes(100_000) + b"\x01" + bytes(99_999)},
         {"decoder_batch_1": b""},
     ],
 )
@@ -48,6 +52,25 @@ def test_what_is_compiled_otherwise_has_another_digest(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:
     assert digest_of(write(tmp_path / "a")) != digest_of(write(tmp_path / "b", **change))
+
+
+@pytest.mark.parametrize(
+    ("at", "nbytes"), [(0, 2 << 20), (9 << 20, 2 << 20), (15 << 20, 2 << 20), ((17 << 20) - 1, 1)]
+)
+def test_a_layer_of_a_large_file_is_not_passed_over(tmp_path: Path, at: int, nbytes: int) -> None:
+    """Two MiB of 17 differ, or the end, at the same time and size."""
+    large = bytearray(17 << 20)
+    first = write(tmp_path / "a", prefill=bytes(large))
+    large[at : at + nbytes] = b"\x01" * nbytes
+    assert digest_of(write(tmp_path / "b", prefill=bytes(large))) != digest_of(first)
+
+
+@pytest.mark.parametrize("name", ["rbln_config.json", "prefill.rbln"])
+def test_a_file_that_was_written_anew_counts_as_another(tmp_path: Path, name: str) -> None:
+    directory = write(tmp_path / "a")
+    before = digest_of(directory)
+    os.utime(directory / name, ns=(WRITTEN_NS, WRITTEN_NS + 1))
+    assert digest_of(directory) != before
 
 
 def test_a_file_counts_by_its_place(tmp_path: Path) -> None:
@@ -64,6 +87,31 @@ def test_caches_are_read_without_the_vendor(tmp_path: Path) -> None:
         ("past_key_values_0", (4, 2, 16, 8), "float16"),
         ("past_key_values_1", (4, 2, 16, 8), "float16"),
     ]
+
+
+@pytest.mark.parametrize(("blocks", "positions"), [(4, 64), (9, 64), (3, 48), (None, 64)])
+def test_a_lane_is_as_long_as_its_blocks(
+    tmp_path: Path, blocks: int | None, positions: int
+) -> None:
+    told = write(tmp_path / "a", {**CONFIG, "kvcache_num_blocks": blocks})
+    assert read_geometry(told).positions == positions
+
+
+@pytest.mark.parametrize("name", ["num_devices", "tensor_parallel_size"])
+def test_a_model_for_several_cards_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    assert read_geometry(write(tmp_path / "one", {**CONFIG, name: 1}))
+    with pytest.raises(Refused, match="compiled for 4 cards, and one is supported") as told:
+        read_geometry(write(tmp_path / "four", {**CONFIG, name: 4}))
+    assert told.value.field == "compiled"
+
+
+def test_a_decoder_that_is_part_of_another_model_is_told_by_its_name(tmp_path: Path) -> None:
+    whole = {"cls_name": "RBLNGemma3ForConditionalGenerationConfig", "language_model": CONFIG}
+    with pytest.raises(
+        Refused,
+        match="holds a RBLNGemma3ForConditionalGeneration whose decoder is its part language_model",
+    ):
+        read_geometry(write(tmp_path / "a", whole))
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from headrace.engine import records
 from headrace.engine.atom import probe as probing
@@ -17,19 +17,22 @@ from headrace.engine.atom import prompts, record
 from headrace.engine.atom.probe_steps import LOADS, STEPS, Step
 from headrace.engine.atom.prompts import Reference
 from headrace.engine.atom.record import Record, Verified
-from headrace.errors import BackendUnavailable
+from headrace.errors import Refused
 from headrace.testing.atom_records import OPEN, recorded, reference_of
 from headrace.testing.fake_rebellions import PRIVATE_CALLS, FakeRebellions, compile_fake
-from headrace.testing.fake_rebellions.memory import Memory
-from headrace.testing.fake_rebellions.model import Decoder
 from tests.e2e.families import directory_of
+from tests.unit.engine.atom.wrong_cards import (
+    PARTITION,
+    Compile,
+    compiling,
+    found,
+    probe,
+    refusal,
+)
 
 NAMES = [LOADS.name, *(step.name for step in STEPS)]
-CONTEXT, PARTITION = 64, 16
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-Compile = Callable[..., Path]
 
 
 @pytest.fixture(autouse=True)
@@ -40,41 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compile:
-    """What a family's tiny model is compiled into, once for each way."""
-    root, done = tmp_path_factory.mktemp("compiled"), dict[tuple[str, str, bool], Path]()
-
-    def compile_once(family: str = "llama", dtype: str = "float32", *, flash: bool = True) -> Path:
-        key = family, dtype, flash
-        if key not in done:
-            done[key] = root / "-".join(map(str, key))
-            compile_fake(
-                directory_of(family),
-                done[key],
-                max_seq_len=CONTEXT,
-                dtype=dtype,
-                attn_impl="flash_attn" if flash else "eager",
-                partition_len=PARTITION if flash else None,
-            )
-        return done[key]
-
-    return compile_once
-
-
-def probe(directory: Path, fake: FakeRebellions | None = None, **more: Any) -> Record:
-    given = {"reference": reference_of(directory), "say": lambda text: None, **more}
-    sdk = (fake or FakeRebellions()).sdk()
-    return probing.probe(sdk, 0, directory, given.pop("reference"), **given)[0]
-
-
-def found(made: Record) -> Verified:
-    return record.usable(made, Path("x"), "hint")
-
-
-def refusal(made: Record) -> str:
-    with pytest.raises(BackendUnavailable) as told:
-        found(made)
-    assert told.value.stage == "layout_unverified"
-    return told.value.detail
+    return compiling(tmp_path_factory.mktemp("compiled"))
 
 
 def test_every_step_finds_facts_and_a_decoder_takes_the_record(
@@ -193,9 +162,11 @@ def test_all_patterns_are_sent_where_they_fit_and_no_two_blocks_are_alike(
             "mistral",
             "float32",
             {"sliding": "ring"},
-            "step sliding_order: .* by 8 of 16 rows",
+            "step decode_places: .* position 63 is not in row 15 of block 0 of past_key_values_0",
         ),
-        ("gemma3", "float32", {"sliding": "ring"}, "step sliding_order: .* by 8 of 16 rows"),
+        ("gemma3", "float32", {"sliding": "ring"}, "step decode_places: .* is not in row 15 of "),
+        # Nothing says that its prefill attends both ways.
+        ("llama", "float32", {"bidirectional_prefill": True}, "step number_format: "),
         ("llama", "float32", {"calls": ()}, "step calls: .* no _update_kv_cache and no _fetch_kv_"),
         ("llama", "float32", {"calls": PRIVATE_CALLS[1:]}, "step calls: .* no _update_kv_cache$"),
         (
@@ -249,131 +220,6 @@ def test_a_reference_of_other_prompts_or_another_model_tells_nothing(compiled: C
     assert "in which numbers" in refusal(made)
 
 
-@dataclass(kw_only=True, eq=False)
-class Wrong(FakeRebellions):
-    """A fake whose memory does something that no knob has."""
-
-    memory: type[Memory] = Memory
-
-    def load(self, directory: str, device: int) -> Any:
-        model = super().load(directory, device)
-        self.card.memory.__class__ = self.memory
-        return model
-
-
-class SpillingUpdate(Memory):
-    """An update puts its first row into the block after it, too."""
-
-    def update(self, name: str, mirror: torch.Tensor, block: int, rows: slice) -> int:
-        other = (block + 1) % mirror.shape[0]
-        if other > block:
-            self._kept[name][other, :, :1] = mirror[block, :, :1].view(self._kept[name].dtype)
-        return super().update(name, mirror, block, rows)
-
-
-class SpillingFetch(Memory):
-    """A fetch writes into the mirror's next block, too."""
-
-    def fetch(self, name: str, mirror: torch.Tensor, block: int, rows: slice) -> int:
-        mirror[(block + 1) % mirror.shape[0]] = 0
-        return super().fetch(name, mirror, block, rows)
-
-
-class OneForAll(Memory):
-    """The name is ignored by updates and fetches."""
-
-    def update(self, name: str, mirror: torch.Tensor, block: int, rows: slice) -> int:
-        return super().update("past_key_values_0", mirror, block, rows)
-
-    def fetch(self, name: str, mirror: torch.Tensor, block: int, rows: slice) -> int:
-        return super().fetch("past_key_values_0", mirror, block, rows)
-
-
-class Exchanged(Memory):
-    """Keys go by the name of values, both ways."""
-
-    def update(self, name: str, mirror: torch.Tensor, block: int, rows: slice) -> int:
-        return super().update(_exchanged(name), mirror, block, rows)
-
-    def fetch(self, name: str, mirror: torch.Tensor, block: int, rows: slice) -> int:
-        return super().fetch(_exchanged(name), mirror, block, rows)
-
-
-def _exchanged(name: str) -> str:
-    stem, _, number = name.rpartition("_")
-    return f"{stem}_{int(number) ^ 1}"
-
-
-class Backwards(Memory):
-    """The rows of a block come and go in the opposite order."""
-
-    def update(self, name: str, mirror: torch.Tensor, block: int, rows: slice) -> int:
-        return super().update(name, mirror.flip(2), block, rows)
-
-    def fetch(self, name: str, mirror: torch.Tensor, block: int, rows: slice) -> int:
-        turned = torch.empty_like(mirror)
-        nbytes = super().fetch(name, turned, block, rows)
-        mirror[block] = turned[block].flip(1)
-        return nbytes
-
-
-@pytest.mark.parametrize(
-    ("memory", "said"),
-    [
-        (SpillingUpdate, "step round_trip: "),
-        (SpillingFetch, "step round_trip: a transfer changed more than its block"),
-        (OneForAll, "step number_format: "),
-        (Exchanged, "step number_format: "),
-        (Backwards, "step number_format: "),
-    ],
-)
-def test_a_card_that_keeps_a_cache_elsewhere_is_refused(
-    compiled: Compile, memory: type[Memory], said: str
-) -> None:
-    assert refusal(probe(compiled(), Wrong(memory=memory))).startswith(said)
-
-
-def test_a_decode_that_is_not_the_same_twice_is_refused(
-    compiled: Compile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls, decode = list[int](), Decoder.__call__
-
-    def drifting(self: Decoder, *given: Any, **named: Any) -> Any:
-        output = decode(self, *given, **named)
-        calls.append(0)
-        output.logits.add_(len(calls) * 1e-3)
-        return output
-
-    monkeypatch.setattr(Decoder, "__call__", drifting)
-    assert "own decode is not the same twice" in refusal(probe(compiled()))
-
-
-def test_imports_that_a_decode_does_not_see_are_not_taken_for_exact(
-    compiled: Compile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was imported comes back, and decode goes on from the card's own prefill as ever."""
-    shadow: dict[tuple[str, int], torch.Tensor] = {}
-
-    class Shadowed(Memory):
-        def update(self, name: str, mirror: torch.Tensor, block: int, rows: slice) -> int:
-            shadow[name, block] = mirror[block].clone()
-            return 0
-
-        def fetch(self, name: str, mirror: torch.Tensor, block: int, rows: slice) -> int:
-            if (name, block) in shadow:
-                mirror[block] = shadow[name, block]
-                return 0
-            return super().fetch(name, mirror, block, rows)
-
-        def scatter(self, *given: Any) -> None:
-            shadow.clear()
-            super().scatter(*given)
-
-    made = probe(compiled(), Wrong(memory=Shadowed))
-    assert made.fact("import_decodes", "identical") is True
-    assert refusal(made).endswith("a lane that was cleared decodes as if it was not")
-
-
 @pytest.mark.parametrize("dies", NAMES)
 def test_a_step_that_the_process_dies_in_is_named(
     compiled: Compile, monkeypatch: pytest.MonkeyPatch, dies: str
@@ -412,6 +258,9 @@ def test_a_record_that_is_put_elsewhere_is_left_where_the_decoder_looks_too(
     [
         (["--device=1"], "no_device: rebel.get_npu_name(1): it is None"),
         (["--compiled=/nonexistent"], "/nonexistent holds no rbln_config.json"),
+        (["--compiled={cut}"], "rbln_config.json cannot be read: "),
+        (["--compiled={part}"], "whose decoder is its part language_model, which is not"),
+        (["--compiled={many}"], "was compiled for 2 cards, and one is supported"),
         (["--reference=/nonexistent"], "/nonexistent cannot be read: No such file"),
         (["--out=/dev/null/record"], "/dev/null/record cannot be written"),
     ],
@@ -419,16 +268,53 @@ def test_a_record_that_is_put_elsewhere_is_left_where_the_decoder_looks_too(
 def test_what_cannot_be_probed_leaves_no_record(
     compiled: Compile,
     cache: Path,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     more: list[str],
     said: str,
 ) -> None:
+    told = json.loads((compiled() / "rbln_config.json").read_text())
+    other = {
+        "cut": json.dumps(told)[:-9],
+        "part": json.dumps({"cls_name": "x", "language_model": told}),
+        "many": json.dumps({**told, "num_devices": 2}),
+    }
+    for name, text in other.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rbln_config.json").write_text(text)
+    more = [each.format(**{name: tmp_path / name for name in other}) for each in more]
     assert probing.main([f"--compiled={compiled()}", "--sdk", OPEN, *more]) == 2
     printed, told = capsys.readouterr()
     assert printed == ""
     assert said in told
     assert told.splitlines()[-1].startswith("headrace: ")
     assert not cache.exists()
+
+
+@pytest.mark.parametrize("damaged", [None, "{", '{"fake": "of another"}'])
+def test_a_compiled_model_that_cannot_be_loaded_is_no_fault_of_the_card(
+    compiled: Compile, tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: str | None
+) -> None:
+    directory = tmp_path / "damaged"
+    shutil.copytree(compiled(), directory)
+    (directory / "fake.json").unlink()
+    if damaged is not None:
+        (directory / "fake.json").write_text(damaged)
+    with pytest.raises(Refused, match="compile it again") as told:
+        probing.probe(FakeRebellions().sdk(), 0, directory, None, say=lambda text: None)
+    assert told.value.field == "compiled"
+    assert probing.main([f"--compiled={directory}", "--sdk", OPEN]) == 2
+    assert "no_device" not in capsys.readouterr().err
+
+
+def test_without_the_vendors_packages_it_says_so(
+    compiled: Compile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert probing.main([f"--compiled={compiled()}"]) == 2
+    printed, said = capsys.readouterr()
+    assert printed == ""
+    assert said.startswith("headrace: rebellions: sdk_missing: import: ModuleNotFoundError: ")
+    assert len(said.splitlines()) == 1
 
 
 def test_a_card_that_is_refused_ends_with_status_1_and_says_why(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace as other
 from pathlib import Path
@@ -9,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from headrace.engine.atom.artifact import digest_of
 from headrace.engine.atom.record import (
@@ -18,7 +18,6 @@ from headrace.engine.atom.record import (
     Verified,
     how_to_make,
     path_of,
-    usable,
     verified,
 )
 from headrace.engine.atom.sdk import Sdk
@@ -53,6 +52,8 @@ def compile_into(directory: Path, text: str = "{}") -> Path:
     directory.mkdir()
     (directory / "rbln_config.json").write_text(text)
     (directory / "prefill.rbln").write_bytes(b"0123")
+    for path in directory.iterdir():
+        os.utime(path, ns=(1, 1))
     return directory
 
 
@@ -70,7 +71,9 @@ def good(**changed: Finding) -> dict[str, Finding]:
         ),
         "number_format": finding(found="declared"),
         "sub_blocks": finding(works=True),
-        "sliding_order": finding(order="by_position"),
+        "decode_places": finding(as_imported=True),
+        "row_order": finding(order="by_position"),
+        "logits": finding(near=True),
         "import_decodes": finding(identical=True, clearing_seen=True, own_repeatable=True),
         "reuse": finding(clears=False),
         **changed,
@@ -234,8 +237,16 @@ def test_what_was_found_is_what_is_relied_on(
             "changed more than its block",
         ),
         ("round_trip", Finding(error="it broke"), "come back as they were sent: it broke"),
-        ("sliding_order", finding(order="turned by 8 of 16 rows"), "but turned by 8 of 16 rows"),
-        ("sliding_order", finding(order="no window"), "not found in the order of positions"),
+        (
+            "decode_places",
+            finding(as_imported=False, elsewhere="position 9 is not there"),
+            "elsewhere than an import would: position 9 is not there",
+        ),
+        ("decode_places", Finding(error="it broke"), "it was not found where it is: it broke"),
+        ("row_order", finding(order="turned by 8 of 16 rows"), "but turned by 8 of 16 rows"),
+        ("row_order", finding(), "not found in the order of positions, but unknown"),
+        ("logits", finding(near=False), "compiled from another one"),
+        ("logits", Finding(error="it broke"), "computes the checkpoint's logits: it broke"),
         ("import_decodes", finding(identical=False), "was not found to decode to the bits"),
         ("import_decodes", finding(identical=True), "was not found to decode to the bits"),
         (
@@ -260,10 +271,25 @@ def test_what_was_not_found_to_hold_is_refused_with_its_step(
         assert said in exc.detail
 
 
-def test_a_model_without_windows_needs_no_order_of_them(compiled: Path) -> None:
-    record = made(compiled, good(sliding_order=finding(order="no window")))
-    told = replace(record, compiled={**record.compiled, "caches": []})
-    assert usable(told, Path("x"), "hint") == Verified("declared", True, False, False)
+@pytest.mark.parametrize(
+    ("sizes", "held"),
+    [
+        (finding(told=False), True),
+        (finding(told=True, agrees=True), True),
+        (Finding(error="it broke"), True),  # a round trip tells all the same
+        (finding(told=True, agrees=False, first="9 bytes of past_key_values_0"), False),
+    ],
+)
+def test_a_cache_of_other_bytes_than_its_mirror_is_refused(
+    compiled: Path, sizes: Finding, held: bool
+) -> None:
+    write(made(compiled, good(sizes=sizes)), place(compiled))
+    if held:
+        assert verified(FAKE, 0, compiled).number_format == "declared"
+    else:
+        detail = refusal(compiled).detail
+        assert detail.startswith("step sizes: ")
+        assert detail.endswith(": 9 bytes of past_key_values_0")
 
 
 def test_a_format_that_is_unknown_is_made_known_by_a_checkpoint(compiled: Path) -> None:

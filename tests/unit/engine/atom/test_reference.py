@@ -35,13 +35,14 @@ def caches(*layers: tuple[str, int]) -> list[Cache]:
 @pytest.mark.parametrize(
     ("layers", "positions", "want"),
     [
-        ([("full", 8192)], 8192, (24,)),
-        ([("full", 1024)], 8192, (24, 1027)),
-        ([("full", 64), ("sliding", 16)], 256, (15, 16, 24, 67)),
-        ([("sliding", 512), ("full", 16384)], 32768, (24, 512, 521)),
+        ([("full", 8192)], 8192, (24, 2053)),
+        ([("full", 1024)], 8192, (24, 517, 1027)),
+        ([("full", 64), ("sliding", 16)], 256, (15, 16, 24, 37, 40, 67)),
+        ([("sliding", 512), ("full", 16384)], 32768, (24, 512, 521, 1033, 2053)),
+        ([("sliding", 512)], 600, (24, 512, 521)),
         ([("sliding", 512)], 300, (24,)),
-        ([("sliding", 2)], 64, (1, 2, 3)),
-        ([("full", 16)], 16, (12,)),
+        ([("sliding", 2)], 64, (1, 2, 3, 5)),
+        ([("full", 16)], 16, (12, 13)),
         ([("full", 4)], 4, (1,)),
     ],
 )
@@ -51,6 +52,35 @@ def test_prompts_are_on_each_side_of_a_windows_end_and_of_a_blocks(
     found = lengths(caches(*layers), positions)
     assert found == want
     assert found[0] + STEPS <= max(positions, 1 + STEPS)
+
+
+@pytest.mark.parametrize(
+    ("rows", "positions", "want"),
+    [
+        (16, 64, {19, 51}),
+        (1024, 8192, {1027, 7171}),
+        (16384, 65536, {16387, 49155}),  # however long a block is
+        (8192, 8192, {24, 4101}),
+        (16, 54, {19, 50}),  # as far as there is room
+    ],
+)
+def test_prompts_that_are_imported_reach_into_the_last_block(
+    rows: int, positions: int, want: set[int]
+) -> None:
+    found = prompts.imported(caches(("full", rows)), positions)
+    assert want <= set(found)
+    assert max(found) <= positions - STEPS
+    assert 24 in found
+
+
+@pytest.mark.parametrize(("rows", "positions"), [(16, 64), (1024, 8192), (16384, 40000), (64, 64)])
+def test_a_step_is_decoded_in_every_block_and_past_each_window(rows: int, positions: int) -> None:
+    found = prompts.decoded(caches(("full", rows), ("sliding", 16)), positions)
+    assert {at // rows for at in found} == set(range(-(-positions // rows)))
+    assert {15, 16, 24, 40, positions - 1} <= set(found)
+    assert len({at for at in found if at < rows}) >= 8
+    assert max(found) < positions
+    assert 0 in found
 
 
 @pytest.mark.parametrize("window", [2, 3, 9, 16, 512, 4096])
@@ -75,11 +105,19 @@ def test_tokens_are_the_same_each_time_and_in_every_vocabulary() -> None:
 def test_a_reference_reads_back_as_it_was_written(tmp_path: Path) -> None:
     path, some = tmp_path / "r.npz", caches(("full", 8), ("full", 8))
     states = {(0, 0): np.ones((2, 3, 8), np.float32), (1, 1): np.zeros((2, 3, 8), np.float32)}
-    prompts.write(Reference("sha256:1", (1, 2, 3), states), path)
+    logits = {2: np.arange(5, dtype=np.float32), 30: np.ones(5, np.float32)}
+    prompts.write(Reference("sha256:1", (1, 2, 3), states, logits), path)
     found = prompts.read(path, some)
     assert (found.checkpoint, found.tokens) == ("sha256:1", (1, 2, 3))
     assert set(found.states) == set(states)
     assert all(np.array_equal(found.states[key], states[key]) for key in states)
+    assert set(found.logits) == set(logits)
+    assert all(np.array_equal(found.logits[count], logits[count]) for count in logits)
+    keys, values = some[0], some[3]
+    assert found.has(keys, 3)
+    assert not found.has(keys, 4)
+    assert not found.has(some[1], 1)
+    assert found.has(values, 2)
     with pytest.raises(Refused, match="cannot be written: No such file"):
         prompts.write(found, tmp_path / "no" / "r.npz")
 
@@ -121,24 +159,33 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_reference_is_what_the_model_computes(family: Path) -> None:
-    """By the library's own cache, of a forward over all tokens at once; of a window its rows."""
+    """By the library's own cache, of a forward over all tokens at once; of a window its rows.
+
+    Every cache has the short prompt's, and the logits are those of each prompt's last position.
+    """
     model = directory_of(family.name)
     found = reference.compute(model, family)
     some, _ = read_geometry(family)
     assert found.checkpoint == fingerprint(model)
     assert len(found.tokens) == max(lengths(some, 64))
     chosen = [each for each in some if each.layer in compared(some)]
-    assert set(found.states) == {(each.layer, each.part) for each in chosen}
+    assert set(found.states) == {(each.layer, each.part) for each in some}
+    short = prompts.short_prompt(some, 64)
+    assert all(found.has(each, short) for each in some)
     module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.inference_mode():
-        own = module(input_ids=torch.tensor([found.tokens]), use_cache=True).past_key_values
+        output = module(input_ids=torch.tensor([found.tokens]), use_cache=True)
+    own = output.past_key_values
+    assert tuple(found.logits) == lengths(some, 64)
+    for count, row in found.logits.items():
+        assert np.allclose(row, output.logits[0, count - 1].numpy(), atol=1e-4)
     for each in chosen:
         layer = own.layers[each.layer]
         want = (layer.values if each.part else layer.keys)[0].numpy()
         got = found.states[each.layer, each.part]
         assert got.dtype == np.float32
         assert got.shape == (each.heads, len(found.tokens), each.head_dim)
-        assert np.array_equal(got[:, -want.shape[1] :], want)
+        assert np.allclose(got[:, -want.shape[1] :], want, atol=1e-4)
 
 
 def test_a_reference_goes_on_by_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,23 @@ def test_a_chunk_is_computed_whole() -> None:
     assert same(driven, "llama", 11)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_prefill_that_attends_both_ways_differs_behind_the_first_layer(family: str) -> None:
+    """There keys and values are of the tokens alone; and it must fit into a chunk."""
+    kept = []
+    for both_ways in (False, True):
+        driven = driving.load(FakeRebellions(bidirectional_prefill=both_ways), family)
+        driven.clear()
+        driven.prefill(families.make_prompt(CHUNK))
+        names = [meta.name for meta in driven.config.cache_metas]
+        kept.append({name: driven.fetch(name, 0)[:, :CHUNK].clone() for name in names})
+    causal, other = kept
+    for number, name in enumerate(causal):
+        assert torch.allclose(causal[name], other[name], atol=1e-4) is (number < 2)
+    with pytest.raises(NotImplementedError, match="beyond one chunk"):
+        driven.prefill(families.make_prompt(CHUNK + 1))
+
+
 def test_blocks_run_out(tmp_path: Path) -> None:
     """A card with fewer blocks than its longest sequence has."""
     compile_fake(
