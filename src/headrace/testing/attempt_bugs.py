@@ -26,6 +26,11 @@ parked: a layer counts as complete with its first cells
     if intervals[0] == self._windows[layer]: => if intervals:
 hybrid: the transfer set is complete with its first layer
     self._open.discard(layer) => self._open.clear()
+[Handoff._join_queue]
+parked-digest: spans are joined that have a digest each
+    if queue and entry.digest is None and queue[-1][0].digest is None: => if queue:
+parked: what is joined is imported in part
+    SpanImport(joined, None, 1), joined => SpanImport(joined, None, 1), span
 [Handoff.publishable]
 one: publish does not look at what landed
     and self._landed.complete =>

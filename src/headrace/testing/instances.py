@@ -166,7 +166,7 @@ _ALL: Final = (
         deaths=False,
         ticks=False,
     ),
-    Instance("parked-digest", _WHOLE, requests=2, slots=(2,), depth=1, digest=True),
+    Instance("parked-digest", _CHUNKS, requests=2, slots=(2,), depth=1, digest=True),
     Instance("lanes", _WHOLE, requests=2, lanes=2),
     Instance("near", _CHUNKS, requests=2, lanes=2, slots=(2,), malice=False, ticks=False),
     Instance("sources", _WHOLE, requests=2, lanes=2, slots=(1, 1)),

@@ -476,6 +476,51 @@ def test_a_parked_hand_off_counts_and_keeps_what_it_is_told_and_imports_nothing(
     assert handoff.publishable
 
 
+def told_while_parked(*spans: Span, digests: Sequence[int] = ()) -> list[Span]:
+    """What it imports, piece by piece, once it has storage."""
+    handoff = Handoff(A, N, digest=bool(digests))
+    lease(handoff)
+    for span in spans:
+        handoff.progress([span], digests, 10)
+    handoff.reserve()
+    pieces: list[Span] = []
+    while handoff.has_pieces:
+        pieces.append(handoff.begin_import(ImportId(len(pieces)), BIG)[0])
+    return pieces
+
+
+def test_what_was_told_while_it_was_parked_is_imported_in_as_few_pieces_as_it_makes() -> None:
+    by_layer = [Span(at, at + 1, 0, N) for at in range(3)]
+    assert told_while_parked(*by_layer) == [WHOLE]
+    assert told_while_parked(*by_layer[:2]) == [Span(0, 2, 0, N)]
+    by_position = [Span(0, 3, at, at + 1) for at in range(N)]
+    assert told_while_parked(*by_position) == [WHOLE]
+    assert told_while_parked(*by_position[1:3]) == [Span(0, 3, 1, 3)]
+    one, two, three = by_layer
+    assert told_while_parked(one, three) == [one, three]
+    assert told_while_parked(three, two, one) == [three, two, one]
+    corner = Span(1, 2, 0, N - 1)
+    assert told_while_parked(one, corner, three) == [one, corner, three]
+    assert told_while_parked(*by_layer, digests=[7]) == by_layer
+
+
+def test_what_is_joined_lands_as_a_whole_and_is_cut_as_any_other() -> None:
+    handoff = parked()
+    for at in range(3):
+        handoff.progress([Span(at, at + 1, 0, N)], [], 10)
+    handoff.source_final(7, 11)
+    handoff.reserve()
+    nearest = handoff.nearness
+    pieces: list[Span] = []
+    while handoff.has_pieces:
+        assert not handoff.publishable
+        pieces.append(handoff.begin_import(ImportId(len(pieces)), ROW_NBYTES * N)[0])
+        handoff.end_import(ImportId(len(pieces) - 1))
+    assert nearest == (False, 3 * N * ROW_NBYTES)
+    assert pieces == [Span(at, at + 1, 0, N) for at in range(3)]
+    assert handoff.publishable
+
+
 def test_a_parked_hand_off_goes_on_live_once_it_has_storage() -> None:
     handoff = parked()
     handoff.progress([HALVES[0]], [], 10)
