@@ -349,3 +349,18 @@ def test_a_text_made_to_travel_does(text: str) -> None:
     assert wire.decode_from_source(encode(sent)) == sent
     if text.isascii():
         assert sent.reason == text[:MAX_TEXT]
+
+
+@pytest.mark.parametrize(
+    ("storage_ns", "begun_ns", "tail_ns", "from_last_group_ns"),
+    [(0, 100, 60, 75), (50, 100, 60, 75), (90, 100, 60, 70), (130, 130, 30, 30)],
+)
+def test_a_tail_begins_when_there_is_something_to_import_and_somewhere_to_put_it(
+    storage_ns: int, begun_ns: int, tail_ns: int, from_last_group_ns: int
+) -> None:
+    zeros = dict.fromkeys(Measured.__struct_fields__, 0)
+    told = {"source_final_ns": 100, "last_group_ns": 85, "published_ns": 160}
+    measured = Measured(**zeros | told | {"storage_ns": storage_ns})
+    assert measured.tail_begun_ns == begun_ns
+    assert measured.tail_ns == tail_ns
+    assert measured.tail_from_last_group_ns == from_last_group_ns
