@@ -119,9 +119,9 @@ def test_the_paced_source_feeds_a_real_decoder(family: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_paced_numbers_are_the_same_ramp_in_every_dtype(dtype: str) -> None:
-    numbers = bytearray(paced._NUMBERS[dtype])
+    numbers = bytearray(paced.ramp(dtype))
     ramp = torch.frombuffer(numbers, dtype=getattr(torch, dtype)).to(torch.float32)
-    assert (ramp - torch.tensor(paced._RAMP)).abs().max() < 0.01
+    assert (ramp - torch.tensor(paced.ramp_values())).abs().max() < 0.01
 
 
 def test_the_pace_follows_from_the_rate() -> None:

@@ -21,12 +21,7 @@ from headrace.errors import Refused
 from headrace.geometry import Manifest, Sliding
 
 FACTORY: Final = "headrace.bench.paced:open"
-_RAMP = [(index % 1021) / 510 - 1 for index in range(1021 * 64)]
-_NUMBERS: Final[dict[str, bytes]] = {
-    "float32": array("f", _RAMP).tobytes(),
-    "float16": struct.pack(f"<{len(_RAMP)}e", *_RAMP),
-    "bfloat16": b"".join(struct.pack("<f", each)[2:] for each in _RAMP),
-}
+_DTYPES: Final = ("float32", "float16", "bfloat16")
 
 
 class Options(Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,9 +61,9 @@ class PacedEngine(ReplayEngine):
         super().__init__(ReplayOptions(layers=num_layers, vocab_size=vocab_size, layer_ms=layer_ms))
         self._manifest = replace(decoder, role="source", first="logits")
         dtypes = {part.dtype for layer in decoder.layers for part in layer.parts}
-        if len(dtypes) != 1 or not dtypes <= set(_NUMBERS):
-            raise Refused(f"a paced source of {', '.join(sorted(dtypes))}: use {list(_NUMBERS)}")
-        self._numbers = memoryview(_NUMBERS[dtypes.pop()])
+        if len(dtypes) != 1 or not dtypes <= set(_DTYPES):
+            raise Refused(f"a paced source of {', '.join(sorted(dtypes))}: use {list(_DTYPES)}")
+        self._numbers = memoryview(ramp(dtypes.pop()))
 
     def manifest(self) -> Manifest:
         """The decoder's own, as a source."""
@@ -79,3 +74,19 @@ class PacedEngine(ReplayEngine):
             for at in range(0, len(row), len(self._numbers)):
                 taken = min(len(row) - at, len(self._numbers))
                 row[at : at + taken] = self._numbers[:taken]
+
+
+def ramp_values() -> list[float]:
+    """Of the ramp."""
+    return [(index % 1021) / 510 - 1 for index in range(1021 * 64)]
+
+
+def ramp(dtype: str) -> bytes:
+    """The ramp's elements; made only where a source is, since every command imports this."""
+    values = ramp_values()
+    match dtype:
+        case "float32":
+            return array("f", values).tobytes()
+        case "float16":
+            return struct.pack(f"<{len(values)}e", *values)
+    return b"".join(struct.pack("<f", each)[2:] for each in values)
