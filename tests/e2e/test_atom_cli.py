@@ -101,6 +101,7 @@ def test_a_prompt_by_all_three_routes(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.usefixtures("nothing_left")
+@pytest.mark.full_matrix
 def test_a_check_in_an_environment_of_its_own(tmp_path: Path) -> None:
     """All of it runs there: the decoder is opened in that process, and what is there is told."""
     site = Site(tmp_path, "gemma3")
