@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,28 @@ def _children_find_the_tree() -> Iterator[None]:
         del os.environ["PYTHONPATH"]
     else:
         os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_python_off_the_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What `python` and `python3` are on PATH differs between machines, so here neither will do."""
+    directory = tmp_path_factory.mktemp("path")
+    for name in ("python", "python3"):
+        (directory / name).write_text("#!/bin/sh\necho a test names its Python >&2\nexit 1\n")
+        (directory / name).chmod(0o755)
+    before = os.environ["PATH"]
+    os.environ["PATH"] = f"{directory}{os.pathsep}{before}"
+    yield
+    os.environ["PATH"] = before
+
+
+@pytest.fixture
+def other_python(tmp_path: Path) -> str:
+    """An interpreter that is not `sys.executable` and has all that it has."""
+    path = tmp_path / "other-python"
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    path.chmod(0o755)
+    return str(path)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def test_bytes_become_the_same_numbers_in_either_layout(layout: Any) -> None:
 def test_what_makes_no_sense_is_refused(asked: dict[str, Any], said: str) -> None:
     model = str(checkpoint_of("llama").kernels)
     with pytest.raises(Refused, match=said):
-        rngd_command(**{"model": model, "source_python": "python", **asked})
+        rngd_command(**{"model": model, "source_python": sys.executable, **asked})
 
 
 def test_without_an_environment_it_says_how_to_get_one(

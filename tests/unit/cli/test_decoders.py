@@ -279,7 +279,7 @@ def checked(
     return report, told
 
 
-def test_a_check_in_another_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_in_another_environment(monkeypatch: pytest.MonkeyPatch, other_python: str) -> None:
     case = {"case": "facts"}
     elsewhere = Elsewhere([["begin", case], ["end", case]], {"passed": True})
     assert checked(monkeypatch, elsewhere) == ({"passed": True}, ["begin facts", "end facts"])
@@ -290,8 +290,8 @@ def test_a_check_in_another_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert callable(getattr(import_module(module), function))
     assert (asked["only"], asked["repeat"]) == (["facts"], 1)
     assert asked["attributes"]["source_python"] == sys.executable  # and not the decoder's
-    checked(monkeypatch, elsewhere, source_python="python3")
-    assert elsewhere.call[2]["attributes"]["source_python"] == "python3"
+    checked(monkeypatch, elsewhere, source_python=other_python)
+    assert elsewhere.call[2]["attributes"]["source_python"] == other_python
 
 
 def test_a_check_that_hangs_there_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

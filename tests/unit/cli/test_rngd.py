@@ -459,7 +459,9 @@ def config(**options: Any) -> Any:
     return _config(RunOptions(**options), MODEL, 100, 4)
 
 
-def test_run_starts_rngd_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_starts_rngd_in_its_environment(
+    monkeypatch: pytest.MonkeyPatch, other_python: str
+) -> None:
     with pytest.raises(BackendUnavailable, match="no environment in"):
         config(source="rngd")
     monkeypatch.setenv(RNGD.variable, sys.executable)
@@ -472,7 +474,7 @@ def test_run_starts_rngd_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> 
         "emulate": True,
     }
     assert made.decoder_options["dtype"] == "bfloat16"
-    assert config(source="rngd", source_python="python3").source_python == "python3"
+    assert config(source="rngd", source_python=other_python).source_python == other_python
     assert "emulate" not in config(source="rngd").source_options
 
 
