@@ -228,8 +228,7 @@ def owner(**changes: object) -> OwnerConfig:
 
 def interpreters_of(client: OwnerClient) -> tuple[str, str]:
     """What the owner's process and its source's were started with."""
-    assert client._child is not None
-    pid = client._child.pid
+    pid = client.pid
     (source,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     commands = [Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0") for each in (pid, source)]
     return commands[0][0].decode(), commands[1][0].decode()

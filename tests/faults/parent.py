@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.channel import Channel
 from headrace.process import ChildProcess
-from headrace.runtime import router
+from headrace.runtime import owner_link
 from headrace.runtime.config import OwnerConfig
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.router import OwnerClient
@@ -27,7 +27,7 @@ def main(config: str, tokens: str, options: str) -> None:
     """Serve one request; an interrupt withdraws it."""
     _stand_around(ChildProcess, "spawn", after="parent spawned")
     _stand_around(Channel, "wait_readable", before="parent waits")
-    _stand_around(router, "memfd_with", after="parent prompt")
+    _stand_around(owner_link, "memfd_with", after="parent prompt")
     _stand_around(ChildProcess, "close", before="parent shutdown")
     client = OwnerClient(msgspec.json.decode(config, type=OwnerConfig))
     try:

@@ -44,8 +44,7 @@ def test_killed_while_it_decodes_and_another_is_prefilled(config: OwnerConfig) -
     client = OwnerClient(config)
     try:
         assert client.start().lanes == 1
-        assert client._child is not None
-        owner = client._child.pid
+        owner = client.pid
         (source,) = children_of(owner)
         pidfd = os.pidfd_open(source)
         asked = RequestOptions(route="streamed", max_tokens=CONTEXT - 20)

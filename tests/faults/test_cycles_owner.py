@@ -156,8 +156,7 @@ def test_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are killed are started anew; one lives on through all the rest."""
     with marked(tmp_path, monkeypatch) as stations, running(stations) as client:
         serve_exact(client)
-        assert client._child is not None
-        held, ledger = census.descriptors_of(client._child.pid), ledger_of(client)
+        held, ledger = census.descriptors_of(client.pid), ledger_of(client)
         for cycle in in_random_order(OWNERS):
             if cycle.place in LOADING:
                 while_loading(stations, cycle)
@@ -168,7 +167,7 @@ def test_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             else:
                 in_a_request(client, stations, cycle)
                 wait_until(lambda: ledger_of(client) == ledger, f"the ledger is {ledger}")
-                assert census.descriptors_of(client._child.pid) == held
+                assert census.descriptors_of(client.pid) == held
         serve_exact(client)
 
 

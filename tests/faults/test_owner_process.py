@@ -27,8 +27,9 @@ from headrace.messages import Sampling, Submit
 from headrace.protocol.books import Limits
 from headrace.runtime.config import OwnerConfig
 from headrace.runtime.owner import DecoderOwner
+from headrace.runtime.owner_link import OwnerFailed
 from headrace.runtime.requests import RequestOptions
-from headrace.runtime.router import OwnerClient, OwnerFailed
+from headrace.runtime.router import OwnerClient
 from headrace.runtime.supervisor import RestartPolicy
 from tests.faults.lab import CONTEXT, GATED, GEOMETRY, LAYERS, Gate, prompt
 
@@ -67,8 +68,7 @@ class Watched:
         self.gate = Gate(directory / "gate")
         self.client = OwnerClient(config(self.gate, **changes))
         self.up = self.client.start()
-        assert self.client._child is not None
-        self.owner_pid = self.client._child.pid
+        self.owner_pid = self.client.pid
         (self.source_pid,) = children_of(self.owner_pid)
         self.source = os.pidfd_open(self.source_pid)
 
@@ -240,7 +240,7 @@ def test_a_refused_request_names_its_option(tmp_path: Path) -> None:
 def test_a_malformed_submit_costs_nobody_else(tmp_path: Path) -> None:
     """Bytes that are no message are left out; a submit without its prompt ends as failed."""
     with watched(tmp_path) as w:
-        channel = w.client._channel
+        channel = w.client._link._channel
         assert channel is not None
         assert channel._sock is not None
         label = w.client.submit(prompt(1), STREAMED)
@@ -315,7 +315,7 @@ from headrace.runtime.router import OwnerClient
 client = OwnerClient(msgspec.json.decode(sys.argv[1], type=OwnerConfig))
 client.start()
 client.submit(list(range(20)), RequestOptions(route="streamed", max_tokens=1))
-print(client._child.pid, flush=True)
+print(client.pid, flush=True)
 signal.pause()
 """
 

@@ -28,9 +28,10 @@ from headrace.messages import (
 )
 from headrace.process import ChildProcess
 from headrace.runtime import router
+from headrace.runtime.owner_link import OwnerFailed
 from headrace.runtime.owner_main import batches
 from headrace.runtime.requests import RequestOptions
-from headrace.runtime.router import OwnerClient, OwnerFailed
+from headrace.runtime.router import OwnerClient
 from headrace.telemetry.claim import overlap_of
 from headrace.telemetry.clocks import align
 from headrace.telemetry.recording import Run
@@ -55,7 +56,7 @@ def played(directory: Path) -> Iterator[tuple[OwnerClient, OwnerEnd]]:
     channel: RouterEnd = Channel(ours, encode, decode_from_owner)
     owner: OwnerEnd = Channel(theirs, encode, decode_to_owner)
     with channel, owner, ChildProcess.spawn("headrace", ["--version"]) as child:
-        client._channel, client._child = channel, child
+        client._link._channel, client._link._child = channel, child
         yield client, owner
 
 

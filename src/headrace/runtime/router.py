@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import msgspec
-from msgspec.structs import replace
-
-from headrace.channel import Channel, socket_pair
 from headrace.errors import HeadraceError, PeerDied, Refused, RemoteProtocolError, WouldBlock
 from headrace.ids import AttemptId
-from headrace.memory import memfd_with
 from headrace.messages import (
-    Down,
     Ended,
     Events,
     FromOwner,
@@ -28,33 +19,19 @@ from headrace.messages import (
     Interval,
     Reinstate,
     Reinstated,
-    Shutdown,
-    Submit,
     Token,
-    ToOwner,
     Up,
     Withdraw,
-    decode_from_owner,
-    decode_to_owner,
-    encode,
     travelling_text,
 )
-from headrace.process import ChildProcess
 from headrace.runtime.config import OwnerConfig
-from headrace.runtime.interpreters import check_interpreter
+from headrace.runtime.owner_link import OwnerFailed, OwnerLink
 from headrace.runtime.requests import RequestOptions
-from headrace.runtime.tuning import Tuning, probe_tuning
+from headrace.runtime.tuning import Tuning
 
 _M = TypeVar("_M", bound=FromOwner)
 
-OWNER_MODULE = "headrace.runtime.owner_main"
-QUEUED_MESSAGES = 64
-QUEUED_NBYTES = 1024
 DRAIN_WITHIN_S = 5.0  # how long the end of a traced request waits for its storage to be free
-
-
-class OwnerFailed(HeadraceError):
-    """The owner process said that it cannot go on."""
 
 
 @dataclass(slots=True)
@@ -75,49 +52,35 @@ class OwnerClient:
     """
 
     def __init__(self, config: OwnerConfig, *, interpreter: str | None = None) -> None:
-        if interpreter is not None and config.source_python is None:
-            config = replace(config, source_python=sys.executable)
-        self._config = config
-        self._interpreter = interpreter
-        self._channel: Channel[ToOwner, FromOwner] | None = None
-        self._child: ChildProcess | None = None
+        self._link = OwnerLink(config, interpreter=interpreter)
         self._up = False
         self._next_label = 0
         self._num_ended = 0
-        self.tuning: Tuning | None = None  # what the probe found, if it was asked for
         self._traced: set[int] = set()
         self._inbox: dict[int, deque[FromOwner]] = {}  # of requests whose result was not taken
         self._put_off: HeadraceError | None = None  # met where a result was at hand already
 
+    @property
+    def tuning(self) -> Tuning | None:
+        """What the probe of `tune_copies` found, if it was asked for."""
+        return self._link.tuning
+
+    @property
+    def pid(self) -> int:
+        """Of the owner process. Raises: PeerDied: it was not started."""
+        if self._link.pid is None:
+            raise PeerDied("the owner was not started")
+        return self._link.pid
+
     def start(self) -> Up:
-        """Spawn the owner and wait until it and its source can serve.
+        """Spawn the owner and wait until it and its sources can serve.
 
         Raises:
             Refused: a user's mistake, or the interpreter cannot run this headrace.
             OwnerFailed, PeerDied: it could not start.
         """
-        if self._interpreter is not None:
-            check_interpreter(self._interpreter, "--decoder-python")
-        if self._config.tune_copies:
-            self.tuning = probe_tuning()
-        ours, theirs = socket_pair(QUEUED_MESSAGES, QUEUED_NBYTES)
-        try:
-            self._child = ChildProcess.spawn(
-                OWNER_MODULE,
-                [
-                    f"--channel={theirs.fileno()}",
-                    f"--config={msgspec.json.encode(self._config).decode()}",
-                ],
-                interpreter=self._interpreter,
-                inherit=[theirs.fileno()],
-                env=None if self.tuning is None else self.tuning.environment,
-            )
-        except HeadraceError:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        self._channel = Channel(ours, encode, decode_from_owner)
+        self._link.check()
+        self._link.spawn()
         message = self._next()
         if not isinstance(message, Up):
             raise RemoteProtocolError(f"the owner began with {type(message).__name__}")
@@ -128,38 +91,7 @@ class OwnerClient:
         """Start a request; returns the label that its messages carry."""
         label = self._next_label
         self._next_label += 1
-        deadline_s = options.deadline_s
-        message = Submit(
-            label,
-            len(tokens),
-            options.max_tokens,
-            options.route,
-            options.group_layers,
-            options.chunk,
-            options.prefill_chunk,
-            options.emission,
-            options.digest,
-            options.stop_tokens,
-            options.sampling,
-            options.audit,
-            options.trace,
-            None if deadline_s is None else int(deadline_s * 1e9),
-            options.on_failure,
-            options.max_attempts,
-            options.poison,
-            options.prefix,
-            options.prefill_cuts,
-        )
-        try:
-            decode_to_owner(encode(message))
-        except RemoteProtocolError:
-            options.check_values()  # names what the owner could not even read
-            raise
-        fd = memfd_with(memoryview(array("I", tokens)), "headrace-prompt")
-        try:
-            self._send(message, [fd])
-        finally:
-            os.close(fd)
+        self._link.submit(label, tokens, options)
         self._inbox[label] = deque()
         if options.trace:
             self._traced.add(label)
@@ -167,7 +99,7 @@ class OwnerClient:
 
     def withdraw(self, label: int) -> None:
         """Cancel a request; its `Ended` still comes."""
-        self._send(Withdraw(label), [])
+        self._link.send(Withdraw(label))
 
     def result(
         self,
@@ -231,7 +163,7 @@ class OwnerClient:
         Raises:
             PeerDied, OwnerFailed: the owner is gone.
         """
-        self._send(Inspect(), [])
+        self._link.send(Inspect())
         return self._answer(Inspected)
 
     def reinstate(self, attempt: AttemptId, because: str) -> None:
@@ -240,20 +172,18 @@ class OwnerClient:
         Raises:
             Refused: the owner did not do it; the text says why.
         """
-        self._send(Reinstate(attempt, travelling_text(because)), [])
+        self._link.send(Reinstate(attempt, travelling_text(because)))
         answer = self._answer(Reinstated)
         if answer.error:
             raise Refused(answer.error, field="attempt")
 
     def statistics(self) -> dict[str, int]:
         """Counts: requests submitted and ended, messages kept for whoever asks, the channel's."""
-        channel = {} if self._channel is None else self._channel.statistics()
         return {
-            "alive": int(self._child is not None and not self._child.died()),
+            **self._link.statistics(),
             "submitted": self._next_label,
             "ended": self._num_ended,
             "kept": sum(map(len, self._inbox.values())),
-            **channel,
         }
 
     def close(self, grace_s: float = 10.0) -> None:
@@ -262,22 +192,9 @@ class OwnerClient:
         An owner that is still loading would not hear the message, and has nothing to end in good
         order: it is killed at once, and its source dies with it.
         """
-        if not self._up:
+        if not self._up or not self._link.ask_to_end():
             grace_s = 0.0
-        elif self._channel is not None:
-            try:
-                self._channel.send(Shutdown())
-            except HeadraceError:  # gone, closed or clogged: end it at once
-                grace_s = 0.0
-        if self._child is not None:
-            self._child.close(grace_s)
-        if self._channel is not None:
-            self._channel.close()
-
-    def _send(self, message: ToOwner, fds: Sequence[int]) -> None:
-        if self._channel is None:
-            raise PeerDied("the owner was not started")
-        self._channel.send(message, fds)
+        self._link.close(grace_s)
 
     def _next_of(self, label: int, give_up_s: float | None) -> FromOwner:
         """The next message of a request; what comes of others is kept for whoever asks for them."""
@@ -310,26 +227,16 @@ class OwnerClient:
 
     def _receive(self, give_up_s: float | None) -> FromOwner | None:
         """The next message; None if there is none until then."""
-        if self._channel is None or self._child is None:
-            raise PeerDied("the owner was not started")
         if self._put_off is not None:
             error, self._put_off = self._put_off, None
             raise error
         while True:
             try:
-                message, _ = self._channel.receive()
+                return self._link.receive()
             except WouldBlock:
                 left_s = 60.0 if give_up_s is None else give_up_s - time.monotonic()
                 if left_s <= 0:
                     return None
-                self._channel.wait_readable(min(left_s, 60.0))
-                continue
+                self._link.wait_readable(min(left_s, 60.0))
             except PeerDied as exc:
-                self._child.wait(5.0)
-                status = self._child.exit_status()
-                raise PeerDied(f"the owner process died (status {status})") from exc
-            if isinstance(message, Down):
-                if message.mistake:
-                    raise Refused(message.reason)
-                raise OwnerFailed(message.reason)
-            return message
+                raise PeerDied(f"the owner process {self._link.exit_text(5.0)}") from exc

@@ -15,8 +15,9 @@ from headrace.cli import run_command
 from headrace.errors import HeadraceError, PeerDied, WouldBlock
 from headrace.messages import Ended
 from headrace.runtime.config import OwnerConfig
+from headrace.runtime.owner_link import OwnerFailed
 from headrace.runtime.requests import RequestOptions
-from headrace.runtime.router import OwnerFailed, RouteResult
+from headrace.runtime.router import RouteResult
 from headrace.runtime.supervisor import RestartPolicy
 from headrace.telemetry.recording import read
 
