@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint over owner processes, with metrics and a page."""
