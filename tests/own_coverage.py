@@ -16,14 +16,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "headrace"
-CORE = ("errors", "ids", "geometry", "plan", "coverage", "messages")
+CORE = ("errors", "ids", "geometry", "plan", "coverage")
+PACKAGES = ("messages", "protocol")
 TIMEOUT_S = 120
 
 
 def core_modules() -> list[Path]:
     """The modules of the sans-IO core, in the order of their imports, then by name."""
-    protocol = sorted((SOURCE / "protocol").glob("[!_]*.py"))
-    return [SOURCE / f"{name}.py" for name in CORE] + protocol
+    inside = [path for name in PACKAGES for path in sorted((SOURCE / name).glob("[!_]*.py"))]
+    return [SOURCE / f"{name}.py" for name in CORE] + inside
 
 
 def own_tests(module: Path) -> Path:

@@ -19,14 +19,13 @@ from headrace.bench.lane_table import figures, lines
 from headrace.bench.rows import RowFile, read_rows
 from headrace.cli import run_command
 from headrace.cli.bench.lane import LaneOptions, _setting, _settings_of
-from headrace.cli.decoders import WITH_A_MODEL
-from headrace.cli.sources import TAKE_A_MODEL
 from headrace.engine.environments import RNGD
 from headrace.errors import Refused
 from headrace.ids import RequestId
 from headrace.messages import Interval, Measured
 from headrace.plan import compile_plan
 from headrace.runtime.lanes import Lanes
+from headrace.runtime.pairs import TAKE_A_MODEL, WITH_A_MODEL
 from headrace.runtime.requests import Request, RequestOptions
 
 MS = 10**6

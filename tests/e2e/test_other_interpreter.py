@@ -29,7 +29,7 @@ from headrace.backends.replay import open as open_replay
 from headrace.cli import run_command
 from headrace.errors import PeerDied, Refused
 from headrace.plan import compile_plan
-from headrace.runtime.config import OwnerConfig
+from headrace.runtime.config import OwnerConfig, SourceConfig
 from headrace.runtime.prefill_worker import SubprocessPrefillWorker
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.router import OwnerClient, RouteResult
@@ -214,16 +214,14 @@ def _tree_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TREE))
 
 
-def owner(**changes: object) -> OwnerConfig:
-    facts = {
-        "decoder": "null",
-        "decoder_options": {"context": CONTEXT, "lanes": 2},
-        "source": "replay",
-        "source_options": GEOMETRY,
-        "context": CONTEXT,
-        "start_timeout_s": START_TIMEOUT_S,
-    }
-    return OwnerConfig(**facts | changes)  # type: ignore[arg-type]
+def owner(python: str | None = None) -> OwnerConfig:
+    return OwnerConfig(
+        "null",
+        {"context": CONTEXT, "lanes": 2},
+        (SourceConfig("replay", GEOMETRY, python=python),),
+        CONTEXT,
+        start_timeout_s=START_TIMEOUT_S,
+    )
 
 
 def interpreters_of(client: OwnerClient) -> tuple[str, str]:
@@ -258,10 +256,10 @@ def test_an_owner_runs_there_and_its_source_here(lean: Environment) -> None:
 
 @pytest.mark.usefixtures("_tree_is_found")
 def test_a_source_that_names_its_own_keeps_it(lean: Environment) -> None:
-    result, interpreters = served(owner(source_python=lean.python), lean.python)
+    result, interpreters = served(owner(python=lean.python), lean.python)
     assert interpreters == (lean.python, lean.python)
     assert result.ended.outcome == "finished"
-    _, interpreters = served(owner(source_python=lean.python), None)
+    _, interpreters = served(owner(python=lean.python), None)
     assert interpreters == (sys.executable, lean.python)
 
 

@@ -34,7 +34,7 @@ from headrace.plan import Copy
 from headrace.runtime.sink import SlotSink
 from headrace.testing.sinks import open_gated
 from tests.faults.engines import BEHAVIOURS, Rogue
-from tests.faults.lab import GEOMETRY, prompt, replay_options
+from tests.faults.lab import GEOMETRY, CountingDecoder, prompt, replay_options
 
 FAULTY = 0  # no prompt of the lab begins with it
 
@@ -249,3 +249,24 @@ class FaultyDecoder(NullDecoder):
         if self._fails.exists():
             raise DeviceError("the copy engine is on fire")
         return super().begin_import(reservation, slot, copies)
+
+
+def open_stepped_decoder(options: Mapping[str, Any]) -> CountingDecoder:
+    """The lab's decoder, which waits for a byte of the FIFO `steps` before each decode step."""
+    manifest = decoder_like(open_replay(GEOMETRY).manifest())
+    decoder = CountingDecoder(manifest, context=options["context"], lanes=options["lanes"])
+    steps = os.open(options["steps"], os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    os.set_blocking(steps, True)
+    decoder.before_step = lambda: os.read(steps, 1)
+    return decoder
+
+
+def open_meeting(options: Mapping[str, Any]) -> ReplayEngine:
+    """The replay engine, loaded once another one loads: they meet at the FIFO `meeting`.
+
+    One of them has the side `read` and the other the side `write`: neither opens without the other.
+    """
+    rest = dict(options)
+    path, side = rest.pop("meeting"), rest.pop("side")
+    os.close(os.open(path, os.O_RDONLY if side == "read" else os.O_WRONLY))
+    return open_replay(rest)

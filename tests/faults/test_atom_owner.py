@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from headrace.backends import atom
 from headrace.errors import PeerDied
-from headrace.runtime.config import OwnerConfig
+from headrace.runtime.config import OwnerConfig, SourceConfig
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.router import OwnerClient
 from headrace.testing.atom_records import OPEN, recorded
@@ -36,7 +36,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OwnerConfig:
     manifest = replace(decoder.manifest(), layouts=("head_major",))
     decoder.close()
     source = {"decoder": msgspec.to_builtins(manifest), "layer_ms": LAYER_MS}
-    return OwnerConfig("atom", options, imitation.FACTORY, source, CONTEXT)
+    return OwnerConfig("atom", options, (SourceConfig(imitation.FACTORY, source),), CONTEXT)
 
 
 def test_killed_while_it_decodes_and_another_is_prefilled(config: OwnerConfig) -> None:

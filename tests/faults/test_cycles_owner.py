@@ -23,7 +23,7 @@ import pytest
 
 from headrace.errors import PeerDied
 from headrace.messages import Route
-from headrace.runtime.config import OwnerConfig
+from headrace.runtime.config import OwnerConfig, SourceConfig
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.router import OwnerClient, RouteResult
 from tests.faults import census, test_cycles
@@ -43,7 +43,11 @@ from tests.faults.stage import (
 from tests.faults.stations import DECODER, GEOMETRY, LAYERS, SOURCE, Stations
 
 CONFIG = OwnerConfig(
-    DECODER, {"context": CONTEXT, "lanes": 2}, SOURCE, GEOMETRY, CONTEXT, start_timeout_s=WITHIN_S
+    DECODER,
+    {"context": CONTEXT, "lanes": 2},
+    (SourceConfig(SOURCE, GEOMETRY),),
+    CONTEXT,
+    start_timeout_s=WITHIN_S,
 )
 LOADING = ("load", "slab")
 BEFORE_PUBLISH = (

@@ -25,7 +25,7 @@ from headrace.bench.geometries import GEOMETRIES
 from headrace.errors import PeerDied, Refused
 from headrace.messages import Sampling, Submit
 from headrace.protocol.books import Limits
-from headrace.runtime.config import OwnerConfig
+from headrace.runtime.config import OwnerConfig, SourceConfig
 from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.owner_link import OwnerFailed
 from headrace.runtime.requests import RequestOptions
@@ -38,11 +38,15 @@ WITHIN_MS = 10_000
 
 
 def config(gate: Gate, **changes: Any) -> OwnerConfig:
+    """`changes`: of the owner, or of its one source."""
+    source: dict[str, Any] = {"source": GATED, "options": {**GEOMETRY, "gate": str(gate.path)}}
+    for name in SourceConfig.__struct_fields__:
+        if name in changes:
+            source[name] = changes.pop(name)
     facts: dict[str, Any] = {
         "decoder": "null",
         "decoder_options": {"context": CONTEXT, "lanes": 2},
-        "source": GATED,
-        "source_options": {**GEOMETRY, "gate": str(gate.path)},
+        "sources": (SourceConfig(**source),),
         "context": CONTEXT,
         "start_timeout_s": 20.0,
     }
@@ -125,8 +129,7 @@ def test_the_prefetch_depth_is_that_of_the_config(depth: int) -> None:
     asked = OwnerConfig(
         paced_lane.FACTORY,
         options,
-        paced.FACTORY,
-        paced.options_for(decoder, 4, 1e9),
+        (SourceConfig(paced.FACTORY, paced.options_for(decoder, 4, 1e9)),),
         CONTEXT,
         prefetch_depth=depth,
     )
@@ -299,7 +302,7 @@ def test_the_deadlines_by_default() -> None:
     parameters = inspect.signature(DecoderOwner).parameters
     for name, seconds in (("progress_timeout_s", 600.0), ("drain_timeout_s", 120.0)):
         assert parameters[name].default == seconds
-        made = OwnerConfig("null", {}, "replay", {}, 8)
+        made = OwnerConfig("null", {}, (SourceConfig("replay", {}),), 8)
         assert getattr(made, name) == seconds
     limits = Limits(num_lanes=1, context=8)
     assert (limits.progress_timeout_ns, limits.drain_timeout_ns) == (600 * 10**9, 120 * 10**9)
@@ -345,8 +348,8 @@ def test_killed_router_takes_all_along(tmp_path: Path, number: signal.Signals) -
         ({"decoder": "nowhere"}, "unknown decoder 'nowhere'"),
         ({"source": "headrace.nothing:open"}, "cannot import it"),
         ({"source": "headrace.ids:open"}, "has no factory 'open'"),
-        ({"source": "replay", "source_options": {"lairs": 3}}, "unknown field `lairs`"),
-        ({"source_python": "/nowhere/python"}, "interpreter '/nowhere/python' is missing"),
+        ({"source": "replay", "options": {"lairs": 3}}, "unknown field `lairs`"),
+        ({"python": "/nowhere/python"}, "interpreter '/nowhere/python' is missing"),
         ({"num_slots": 0}, "slots is 0"),
         ({"decoder_options": {"lanes": 1}}, "missing required field `context`"),
         ({"context": 1 << 40}, "context"),
@@ -357,7 +360,7 @@ def test_a_mistake_in_the_config_is_one_sentence(
 ) -> None:
     gate = Gate(tmp_path / "gate")
     gate.open()
-    changes = {"source": "replay", "source_options": dict(GEOMETRY)} | changes
+    changes = {"source": "replay", "options": dict(GEOMETRY)} | changes
     client = OwnerClient(config(gate, **changes))
     begun_s = time.monotonic()
     try:

@@ -21,7 +21,7 @@ from headrace.backends.null import NullDecoder, decoder_like
 from headrace.backends.replay import open as open_replay
 from headrace.engine.capacity import available_nbytes
 from headrace.errors import HeadraceError, Refused
-from headrace.runtime.config import OwnerConfig
+from headrace.runtime.config import OwnerConfig, SourceConfig
 from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.router import OwnerClient
@@ -31,6 +31,7 @@ from tests.faults.stage import marked
 GEOMETRY = {"layers": 4, "heads": 2, "head_dim": 64}
 POSITION_NBYTES = 4 * 2 * 2 * 64 * 2
 CONTEXT = 24_576
+SOURCES = (SourceConfig("replay", GEOMETRY),)
 SLAB_MIB = 2 * CONTEXT * POSITION_NBYTES >> 20
 REPLAY = ["run", "--source", "replay", "--decoder", "null", "--prompt", "abc", "--max-tokens", "0"]
 ASKED = RequestOptions(route="streamed", max_tokens=0)
@@ -85,7 +86,7 @@ def served_by_source(interpreter: str) -> str:
 def served_by_owner(monkeypatch: pytest.MonkeyPatch, interpreter: str) -> str:
     """The same for an owner under limits, which its source inherits."""
     lanes = {"context": CONTEXT, "lanes": 1}
-    client = OwnerClient(OwnerConfig("null", lanes, "replay", GEOMETRY, CONTEXT))
+    client = OwnerClient(OwnerConfig("null", lanes, SOURCES, CONTEXT))
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", interpreter)
         try:
@@ -152,7 +153,7 @@ def test_no_process_may_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    client = OwnerClient(OwnerConfig("null", {}, "replay", GEOMETRY, CONTEXT))
+    client = OwnerClient(OwnerConfig("null", {}, SOURCES, CONTEXT))
     with pytest.raises(Refused, match="ulimit -u"):
         client.start()
     client.close()

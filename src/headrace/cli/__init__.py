@@ -13,12 +13,14 @@ from headrace.cli.arguments import check_text
 from headrace.cli.atom import atom_app
 from headrace.cli.bench import bench_app
 from headrace.cli.check import check
+from headrace.cli.config import config_app
 from headrace.cli.doctor import doctor
 from headrace.cli.models import models_app
 from headrace.cli.owner import owner_app
 from headrace.cli.rngd import rngd_app
 from headrace.cli.run import run
 from headrace.cli.run_options import RunOptions
+from headrace.cli.serve import serve
 from headrace.cli.trace import trace
 from headrace.engine.capacity import MORE_MEMORY
 from headrace.errors import BackendUnavailable, HeadraceError, Refused
@@ -31,6 +33,8 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.command(run)
+app.command(serve)
+app.command(config_app)
 app.command(trace)
 app.command(check)
 app.command(doctor)

@@ -18,26 +18,24 @@ from rich.text import Text
 
 from headrace.backends.load import check_name
 from headrace.cli.arguments import check_count, json_object
-from headrace.cli.decoders import (
-    WITH_A_MODEL,
-    check_decoder,
-    interpreter_for_decoder,
-    is_fake,
-    options_of,
-)
-from headrace.cli.sources import (
-    TAKE_A_MODEL,
-    check_source,
-    dtype_for,
-    interpreter_for,
-    is_emulated,
-    options_for,
-    pair_name,
-)
 from headrace.engine.text import max_positions_of
 from headrace.errors import PeerDied, Refused
 from headrace.runtime import elsewhere
 from headrace.runtime.log import configure
+from headrace.runtime.pairs import (
+    TAKE_A_MODEL,
+    WITH_A_MODEL,
+    check_decoder,
+    check_source,
+    dtype_for,
+    interpreter_for,
+    interpreter_for_decoder,
+    is_emulated,
+    is_fake,
+    options_for,
+    options_of,
+    pair_name,
+)
 
 INTERRUPTED = 130
 RUN_THERE = "headrace.testing.pair.runner:run_asked"

@@ -20,13 +20,6 @@ from headrace.cli.arguments import (
     open_text,
     read_prompt,
 )
-from headrace.cli.decoders import (
-    LANES,
-    WITH_A_MODEL,
-    interpreter_for_decoder,
-    is_fake,
-    options_of,
-)
 from headrace.cli.report import (
     as_json,
     failure_text,
@@ -37,21 +30,26 @@ from headrace.cli.report import (
 )
 from headrace.cli.run_options import RunOptions, check_options, sampling_of
 from headrace.cli.shown import Printer, shown_of
-from headrace.cli.sources import (
-    REPLAY,
-    TAKE_A_MODEL,
-    dtype_for,
-    interpreter_for,
-    is_emulated,
-    options_for,
-    pair_name,
-)
 from headrace.engine.text import ByteText, TextCodec
 from headrace.errors import HeadraceError, Refused
 from headrace.geometry import MAX_POSITIONS
 from headrace.messages import AskedRoute
-from headrace.runtime.config import OwnerConfig
+from headrace.runtime.config import OwnerConfig, SourceConfig
 from headrace.runtime.log import configure
+from headrace.runtime.pairs import (
+    LANES,
+    REPLAY,
+    TAKE_A_MODEL,
+    WITH_A_MODEL,
+    dtype_for,
+    interpreter_for,
+    interpreter_for_decoder,
+    is_emulated,
+    is_fake,
+    options_for,
+    options_of,
+    pair_name,
+)
 from headrace.runtime.requests import MAX_ATTEMPTS_BY_DEFAULT, ROUTES, RequestOptions
 from headrace.runtime.router import OwnerClient, RouteResult
 from headrace.runtime.supervisor import RestartPolicy
@@ -153,8 +151,9 @@ def _codec(options: RunOptions) -> tuple[TextCodec, Path | None, int]:
 
 def _marks(config: OwnerConfig) -> dict[str, bool]:
     """What of a pair is no device of its own: what every figure of it is shown with."""
+    (source,) = config.sources
     return {
-        "emulated": is_emulated(config.source, config.source_options),
+        "emulated": is_emulated(source.source, source.options),
         "fake": is_fake(config.decoder, config.decoder_options),
     }
 
@@ -189,11 +188,15 @@ def _config(
             **({"decode_batch": options.decode_batch} if options.decode_batch > 1 else {}),
             **json_object("--decoder-options", options.decoder_options),
         },
-        source=options.source,
-        source_options={**source, **json_object("--source-options", options.source_options)},
+        sources=(
+            SourceConfig(
+                options.source,
+                {**source, **json_object("--source-options", options.source_options)},
+                python=interpreter_for(options.source, options.source_python),
+                num_slots=options.slots,
+            ),
+        ),
         context=context,
-        source_python=interpreter_for(options.source, options.source_python),
-        num_slots=options.slots,
         progress_timeout_s=options.progress_timeout,
         drain_timeout_s=options.drain_timeout,
         restart=RestartPolicy() if options.on_failure == "retry" else None,

@@ -13,12 +13,11 @@ from headrace.cli.arguments import (
     check_seconds,
     json_object,
 )
-from headrace.cli.decoders import check_decoder
-from headrace.cli.sources import check_source
 from headrace.errors import Refused
 from headrace.geometry import Emission
 from headrace.messages import MAX_ATTEMPTS, OnFailure, Sampling
 from headrace.runtime.log import LEVELS
+from headrace.runtime.pairs import check_decoder, check_source, flag_of
 from headrace.runtime.requests import ASKED_ROUTES
 
 MAX_SEED = (1 << 63) - 1
@@ -169,11 +168,6 @@ def _check_failures(options: RunOptions) -> None:
             "out"
         )
     check_count("--max-attempts", options.max_attempts, limit=MAX_ATTEMPTS + 1)
-
-
-def flag_of(name: str) -> str:
-    """The flag of an option's name."""
-    return f"--{name.replace('_', '-')}"
 
 
 def _check_sampling(options: RunOptions) -> None:

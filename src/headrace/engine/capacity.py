@@ -6,7 +6,9 @@ without a word, so what is about to be touched is asked for first.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from headrace.errors import Refused
 
@@ -34,42 +36,63 @@ def available_nbytes() -> int:
 
     Raises: Refused when /proc/meminfo has no MemAvailable.
     """
-    return min([_mem_available(), *_cgroup_headrooms()])
+    return min([_meminfo("MemAvailable"), *_cgroup_headrooms()])
 
 
-def _mem_available() -> int:
+def total_nbytes() -> int:
+    """Bytes that could be allocated if nothing else ran: MemTotal, or a cgroup's smaller limit.
+
+    Raises: Refused when /proc/meminfo has no MemTotal.
+    """
+    limits = [(level / names.limit).read_text().strip() for level, names in _cgroups()]
+    return min([_meminfo("MemTotal"), *(int(limit) for limit in limits if limit != "max")])
+
+
+def _meminfo(wanted: str) -> int:
     for line in _MEMINFO.read_text().splitlines():
         name, _, value = line.partition(":")
-        if name == "MemAvailable":
+        if name == wanted:
             return int(value.split()[0]) * 1024
-    raise Refused(f"{_MEMINFO} has no MemAvailable: mount /proc, or use Linux 3.14 or newer")
+    raise Refused(f"{_MEMINFO} has no {wanted}: mount /proc, or use Linux 3.14 or newer")
 
 
 def _cgroup_headrooms() -> list[int]:
     """Limit minus usage of each memory cgroup above this process, in bytes, where one is set."""
-    found: list[int] = []
+    found = [_headroom(level, names) for level, names in _cgroups()]
+    return [headroom for headroom in found if headroom >= 0]
+
+
+class _Names(NamedTuple):
+    """What the files of a cgroup are called, and the cold page cache in its memory.stat."""
+
+    limit: str
+    usage: str
+    inactive: str
+
+
+def _cgroups() -> Iterator[tuple[Path, _Names]]:
+    """The memory cgroups (v1 or v2) above this process."""
     for line in _OWN_CGROUP.read_text().splitlines() if _OWN_CGROUP.exists() else []:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, names = _CGROUP_ROOT, ("memory.max", "memory.current", "inactive_file")
+            root, names = _CGROUP_ROOT, _Names("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             root = _CGROUP_ROOT / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
         # A container may be told a host's path that it has no directory for: skip those levels.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         levels = [root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
-        found.extend(_headroom(level, *names) for level in levels if (level / names[0]).exists())
-    return [headroom for headroom in found if headroom >= 0]
+        yield from ((level, names) for level in levels if (level / names.limit).exists())
 
 
-def _headroom(level: Path, limit_name: str, usage_name: str, inactive_name: str) -> int:
+def _headroom(level: Path, names: _Names) -> int:
     """Bytes below this cgroup's limit, cold page cache counted as free; -1 without a limit."""
-    limit = (level / limit_name).read_text().strip()
+    limit = (level / names.limit).read_text().strip()
     if limit == "max":
         return -1
-    usage = int((level / usage_name).read_text())
+    usage = int((level / names.usage).read_text())
     stat = (line.split() for line in (level / "memory.stat").read_text().splitlines())
-    inactive = sum(int(value) for name, value in stat if name == inactive_name)
+    inactive = sum(int(value) for name, value in stat if name == names.inactive)
     return max(0, int(limit) - max(0, usage - inactive))

@@ -14,9 +14,28 @@ class TextCodec(Protocol):
 
     stop_tokens: tuple[int, ...]
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """The ids of a text; add_special: with those that a model wants around a prompt."""
+        ...
 
-    def decode(self, tokens: list[int]) -> str: ...
+    def decode(self, tokens: list[int]) -> str:
+        """The text of ids, without special tokens; what is no UTF-8 becomes U+FFFD."""
+        ...
+
+    def text_of(self, token: int) -> str:
+        """What one id reads as by itself; of a special token its name."""
+        ...
+
+    def skips(self, token: int) -> bool:
+        """Whether `decode` leaves this id out."""
+        ...
+
+    def byte_of(self, token: int) -> int | None:
+        """The byte that this id stands for, if bytes beside each other make text only together.
+
+        One that is no UTF-8 then spoils all bytes beside it.
+        """
+        ...
 
 
 class ModelText:
@@ -32,12 +51,35 @@ class ModelText:
             )
         self._tokenizer = Tokenizer.from_file(str(path))
         self.stop_tokens = stop_tokens_of(directory)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(int(token) for token, told in added.items() if told.special)
+        self._bytes = self._fallback_bytes()
 
-    def encode(self, text: str) -> list[int]:
-        return [int(token) for token in self._tokenizer.encode(text).ids]
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        encoded = self._tokenizer.encode(text, add_special_tokens=add_special)
+        return [int(token) for token in encoded.ids]
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def text_of(self, token: int) -> str:
+        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+
+    def skips(self, token: int) -> bool:
+        return token in self._special or self._tokenizer.id_to_token(token) is None
+
+    def byte_of(self, token: int) -> int | None:
+        return self._bytes.get(token)
+
+    def _fallback_bytes(self) -> dict[int, int]:
+        found = {}
+        for byte in range(256):
+            token = self._tokenizer.token_to_id(f"<0x{byte:02X}>")
+            if token is not None:
+                found[int(token)] = byte
+        # Only a decoder that falls back to bytes reads these words as bytes.
+        letter = next((token for token, byte in found.items() if byte == ord("A")), None)
+        return found if letter is not None and self.decode([letter]) == "A" else {}
 
 
 class ByteText:
@@ -45,11 +87,20 @@ class ByteText:
 
     stop_tokens: tuple[int, ...] = ()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
         return list(text.encode())
 
     def decode(self, tokens: list[int]) -> str:
         return bytes(token & 0xFF for token in tokens).decode(errors="replace")
+
+    def text_of(self, token: int) -> str:
+        return self.decode([token])
+
+    def skips(self, token: int) -> bool:
+        return False
+
+    def byte_of(self, token: int) -> int | None:
+        return None
 
 
 def stop_tokens_of(directory: Path) -> tuple[int, ...]:

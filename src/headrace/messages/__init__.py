@@ -48,6 +48,7 @@ from headrace.messages.held import (
     SourceState,
 )
 from headrace.messages.reports import (
+    ChoiceKind,
     Ended,
     Events,
     Interval,
@@ -100,6 +101,7 @@ __all__ = [
     "AskedRoute",
     "Attached",
     "Cancel",
+    "ChoiceKind",
     "Computing",
     "Count",
     "DeviceTimes",

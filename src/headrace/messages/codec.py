@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TypeAlias, TypeVar
 
 import msgspec
+
+from headrace.errors import RemoteProtocolError
 from headrace.messages.base import MAX_TEXT
 from headrace.messages.held import Inspected
 from headrace.messages.reports import Ended, Events
@@ -19,8 +21,6 @@ from headrace.messages.router import (
     Withdraw,
 )
 from headrace.messages.source import FromSource, Shutdown, ToSource
-
-from headrace.errors import RemoteProtocolError
 
 T = TypeVar("T")
 

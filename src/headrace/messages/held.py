@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from headrace.messages.base import MAX_HELD_TEXT, Count, Text, WireMessage, WireStruct
 from msgspec import Meta
 
 from headrace.ids import AttemptId
+from headrace.messages.base import MAX_HELD_TEXT, Count, Text, WireMessage, WireStruct
 
 HeldText: TypeAlias = Annotated[str, Meta(max_length=MAX_HELD_TEXT)]
 SourceState: TypeAlias = Literal[
@@ -90,7 +90,7 @@ class Inspected(WireMessage, frozen=True, tag="inspected"):
 
     statistics: (section, name, count). context: positions of a lane. Lanes that are free are only
     counted. truncated: whether something was left out so that the rest fits into one message:
-    requests first, then slots, lanes, what is quarantined, and counts.
+    requests first, then slots, lanes, what is quarantined, counts, and sources last.
     """
 
     statistics: tuple[tuple[Text, Text, int], ...]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
+from msgspec import Meta
+
 from headrace.messages.base import (
     MAX_ATTEMPTS,
     MAX_CHOICE_TEXT,
@@ -15,7 +17,6 @@ from headrace.messages.base import (
     Text,
     WireMessage,
 )
-from msgspec import Meta
 
 IntervalKind: TypeAlias = Literal[
     "compute",
@@ -116,13 +117,30 @@ class Measured(WireMessage, frozen=True, tag="measured"):
         return self.published_ns - max(self.last_group_ns, self.storage_ns)
 
 
+ChoiceKind: TypeAlias = Literal[
+    "predicted",
+    "trial",
+    "small-gain",
+    "nothing-to-move",
+    "whole-only",
+    "not-measured",
+    "no-alternative",
+]
+
+
 class RouteChoice(WireMessage, frozen=True, tag="choice"):
-    """The route that `auto` took for a request, how it is cut, and why."""
+    """The route that `auto` took for a request, how it is cut, and why.
+
+    kind: why, in a word: it is predicted to be the fastest; whole, to be measured; whole, since
+    others gain next to nothing, no byte moves, one side takes whole results only, this machine
+    could not be measured, or nothing else can be told.
+    """
 
     route: Route
     group_layers: Count
     chunk: Count
     reason: Annotated[str, Meta(max_length=MAX_CHOICE_TEXT)]
+    kind: ChoiceKind = "predicted"
 
 
 class Reuse(WireMessage, frozen=True, tag="reuse"):

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, TypeAlias
 
+from msgspec import Meta
+
+from headrace.geometry import Emission, Manifest
+from headrace.ids import AttemptId
 from headrace.messages.base import (
     MAX_CUTS,
     MAX_LOGPROBS,
@@ -19,10 +23,6 @@ from headrace.messages.base import (
     Text,
     WireMessage,
 )
-from msgspec import Meta
-
-from headrace.geometry import Emission, Manifest
-from headrace.ids import AttemptId
 
 NumLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 

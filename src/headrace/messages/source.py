@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from headrace.messages.base import MAX_CUTS, MAX_SPANS, Count, Route, Text, WireMessage, WireStruct
 from msgspec import Meta
 
 from headrace.geometry import Emission, Manifest
 from headrace.ids import AttemptId, Span
+from headrace.messages.base import MAX_CUTS, MAX_SPANS, Count, Route, Text, WireMessage, WireStruct
 
 
 class DeviceTimes(WireStruct, frozen=True):

@@ -20,7 +20,7 @@ from headrace.runtime.record import Record
 from headrace.runtime.requests import Request, RequestOptions
 
 if TYPE_CHECKING:
-    from headrace.engine.sampling import Sampler
+    from headrace.engine.sampling import Logprobs, Sampler
 
 
 class Active:
@@ -42,6 +42,7 @@ class Active:
         self.broken = False  # its storage could not be had; what else was commanded is moot
         self._prompt = array("I", tokens)
         self._sampler: Sampler | None = None
+        self._logprobs: Logprobs | None = None  # of the token that was chosen last
         self._logits = hashlib.blake2b(digest_size=16)
         self._submitted_ns = time.monotonic_ns()
         self._begin(attempt)
@@ -171,11 +172,13 @@ class Active:
         """Sample the next token from a row of float32 logits."""
         from headrace.engine.sampling import Sampler  # torch or numpy only where tokens are chosen
 
+        options = self.request.options
         if self._sampler is None:
-            self._sampler = Sampler(self.request.options.sampling)
-        if self.request.options.audit:
+            self._sampler = Sampler(options.sampling, options.logprobs)
+        if options.audit:
             self._logits.update(logits)
-        return int(self._sampler.sample(logits))
+        token, self._logprobs = self._sampler.sample(logits)
+        return token
 
     def take(self, token: int) -> bool:
         """Add a token; True if it was the request's last."""
@@ -183,6 +186,8 @@ class Active:
         if not request.tokens:
             self.record.first_token()
         request.tokens.append(token)
+        if self._logprobs is not None:
+            request.logprobs.append(self._logprobs)
         if request.on_token is not None:
             self._call(request.on_token, token)
         return self.complete

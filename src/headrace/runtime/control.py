@@ -15,6 +15,8 @@ import stat
 import time
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from headrace.channel import MAX_MESSAGE_NBYTES, Channel
 from headrace.errors import (
     HeadraceError,
@@ -25,12 +27,15 @@ from headrace.errors import (
     WouldBlock,
 )
 from headrace.messages import (
+    MAX_HELD_TEXT,
     FromOwner,
     Inspect,
     Inspected,
+    LaneHeld,
     Quarantined,
     Reinstate,
     Reinstated,
+    SlotHeld,
     ToOwner,
     decode_from_owner,
     decode_to_owner,
@@ -45,7 +50,7 @@ ANSWER_TIMEOUT_S = 60.0
 LISTEN_AGAIN_S = 1.0  # after a connection that could not be taken, as when no descriptor is left
 
 _MAX_PATH_NBYTES = 107  # what an AF_UNIX address holds
-_MAX_LINES = 256
+_LEFT_OUT = ("requests", "slots", "lanes", "quarantined", "statistics", "sources")
 _log = logging.getLogger("headrace.owner")
 
 
@@ -75,11 +80,6 @@ def inspected(owner: DecoderOwner) -> Inspected:
     """What an owner holds, as much of it as one message carries."""
     now_ns = time.monotonic_ns()
     snapshot = owner.snapshot()
-    lines = [
-        *(_lane_text(lane, now_ns) for lane in snapshot.lanes),
-        *(_slot_text(slot, now_ns) for slot in snapshot.slots),
-        *(f"waiting: {attempt}" for attempt in snapshot.waiting),
-    ]
     report = Inspected(
         tuple(
             (travelling_text(section), travelling_text(name), count)
@@ -90,7 +90,12 @@ def inspected(owner: DecoderOwner) -> Inspected:
             Quarantined(attempt, travelling_text(apart.reason), max(0, now_ns - apart.since_ns))
             for attempt, apart in owner.quarantined().items()
         ),
-        tuple(travelling_text(line) for line in lines[:_MAX_LINES]),
+        owner.context,
+        snapshot.lanes_free,
+        tuple(_lane_held(lane, now_ns) for lane in snapshot.lanes),
+        tuple(_slot_held(slot, now_ns) for slot in snapshot.slots),
+        tuple(owner.sources_held()),
+        tuple(owner.requests_held()),
     )
     while len(encode(report)) > MAX_MESSAGE_NBYTES:
         report = _halved(report)
@@ -98,27 +103,33 @@ def inspected(owner: DecoderOwner) -> Inspected:
 
 
 def _halved(report: Inspected) -> Inspected:
-    lines, apart, counts = report.lines, report.quarantined, report.statistics
-    if lines:
-        lines = lines[: len(lines) // 2]
-    elif apart:
-        apart = apart[: len(apart) // 2]
-    else:
-        counts = counts[: len(counts) // 2]
-    return Inspected(counts, apart, lines)
+    """With half of what is missed least; all that there is to leave out is left out in the end."""
+    for name in _LEFT_OUT:
+        held = getattr(report, name)
+        if held:
+            return replace(report, truncated=True, **{name: held[: len(held) // 2]})
+    raise LocalProtocolError("what an owner holds does not fit a message whatever is left out")
 
 
-def _lane_text(lane: LaneLine, now_ns: int) -> str:
-    since = f" for {(now_ns - lane.since_ns) / 1e9:.1f} s: {lane.reason}" if lane.since_ns else ""
-    return f"lane {lane.state}, attempt {lane.attempt}{since}"
+def _lane_held(lane: LaneLine, now_ns: int) -> LaneHeld:
+    reason = travelling_text(lane.reason)[:MAX_HELD_TEXT]
+    return LaneHeld(lane.attempt, lane.state, reason, _for_ns(lane.since_ns, now_ns))
 
 
-def _slot_text(slot: SlotLine, now_ns: int) -> str:
-    holder = f", attempt {slot.holder}" if slot.holder is not None else ""
-    tokens = f", tokens out: {', '.join(slot.tokens)}" if slot.tokens else ""
-    since = f", for {(now_ns - slot.since_ns) / 1e9:.1f} s" if slot.since_ns else ""
-    where = f"slot {slot.slot} of source {slot.source}, generation {slot.generation}"
-    return f"{where}: {slot.state}{holder}{tokens}{since}"
+def _slot_held(slot: SlotLine, now_ns: int) -> SlotHeld:
+    return SlotHeld(
+        slot.source,
+        slot.slot,
+        slot.generation,
+        slot.state,
+        slot.holder,
+        slot.tokens,
+        _for_ns(slot.since_ns, now_ns),
+    )
+
+
+def _for_ns(since_ns: int, now_ns: int) -> int:
+    return max(0, now_ns - since_ns) if since_ns else 0
 
 
 class ControlSocket:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from headrace.backends.base import Decoder, Fence, ForgetsImports, SlotView, TimedFence
+from headrace.backends.base import Decoder, Entry, Fence, ForgetsImports, SlotView, TimedFence
 from headrace.ids import AttemptId, ImportId, SourceId, Span
 from headrace.plan import Copy
 from headrace.protocol.commands import CheckDigest, StartImport
@@ -66,6 +67,8 @@ class ImportShell(ABC):
         self._active: dict[AttemptId, Active] = {}
         self._flights: dict[ImportId, _Flight] = {}
         self._poison = PoisonMemory()
+        self._num_poisoned = 0  # publications that poison was found before
+        self._imported = Counter(imports=0, nbytes=0, nbytes_before_final=0)  # of what is published
 
     @abstractmethod
     def _run_commands(self) -> None:
@@ -107,6 +110,14 @@ class ImportShell(ABC):
         """Have a decoder that counts what is imported count from here on."""
         if isinstance(self._decoder, ForgetsImports):
             self._decoder.forget_imports(active.reservation)
+
+    def _published(self, active: Active, entry: Entry) -> None:
+        """The entry is visible: what its imports came to counts."""
+        active.published(entry)
+        measured = active.record.measured(active.carried_nbytes)
+        self._imported["imports"] += measured.imports
+        self._imported["nbytes"] += active.record.nbytes_imported
+        self._imported["nbytes_before_final"] += measured.nbytes_before_final
 
     def _poll_fences(self) -> None:
         for import_id, flight in list(self._flights.items()):
@@ -164,6 +175,7 @@ class ImportShell(ABC):
         found: list[str] = []
         for _ in self._cells(active, active.the_plan.whole(), found):
             pass
+        self._num_poisoned += bool(found)
         return f"{_places(found)} never written: the reserved cells hold poison" if found else ""
 
 

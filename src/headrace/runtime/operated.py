@@ -8,9 +8,10 @@ from abc import abstractmethod
 
 from headrace.errors import DeviceError, Refused
 from headrace.ids import AttemptId
+from headrace.messages import RequestHeld, SourceHeld
 from headrace.protocol.books import Apart
 from headrace.protocol.snapshot import Snapshot
-from headrace.runtime.active import reason_of
+from headrace.runtime.active import Active, reason_of
 from headrace.runtime.shell import Shell
 
 _log = logging.getLogger("headrace.owner")
@@ -26,26 +27,52 @@ class OperatedShell(Shell):
     def statistics(self) -> dict[str, dict[str, int]]:
         """Counts of the machine, the decoder, the restarts and each source.
 
-        Lanes, slots, hand-offs and sources by state; dropped messages by reason, ended requests by
-        cause, retries, and what is quarantined by reason, since the start.
+        Lanes, slots, hand-offs and sources by state, and what is quarantined. Since the start:
+        dropped messages by reason, ended requests by cause, retries, restarts, routes that `auto`
+        chose, kept prompts; and of all that was published, `imported`: imports, their bytes, and
+        those of the bytes that were imported before the prefill ended.
         """
         return {
             **self._machine.statistics(),
             **self._sources.statistics(),
-            "auto": self._chooser.statistics(),
+            **self._chooser.statistics(),
             "prefix": self._keeping.index.statistics(),
+            "imported": dict(self._imported),
             "decoder": dict(self._decoder.statistics()),
             "requests": {
                 "open": len(self._active),
                 "decoding": len(self._decoding),
                 "imports": len(self._flights),
                 "poison_nbytes": self._poison.nbytes,
+                "poison_found": self._num_poisoned,
             },
         }
 
     def snapshot(self) -> Snapshot:
         """Everything that is held now, lane by lane and slot by slot."""
         return self._machine.snapshot()
+
+    def sources_held(self) -> list[SourceHeld]:
+        """How each source that was ever attached stands."""
+        return self._sources.held(self.snapshot().slots)
+
+    def requests_held(self) -> list[RequestHeld]:
+        """Every request that holds something or waits for it, the oldest first."""
+        actives = sorted(self._active.values(), key=lambda active: active.attempt)
+        return [self._request_held(active) for active in actives]
+
+    def _request_held(self, active: Active) -> RequestHeld:
+        request = active.request
+        return RequestHeld(
+            request.label,
+            active.attempt,
+            self._machine.state_of(request.request).name.lower(),
+            request.num_tokens,
+            len(request.tokens),
+            active.record.nbytes_imported,
+            active.carried_nbytes,
+            active.record.submitted_ns,
+        )
 
     def quarantined(self) -> dict[AttemptId, Apart]:
         """What is out of service, with reason and time, by the attempt that left it behind."""

@@ -150,11 +150,12 @@ class DecoderOwner(OperatedShell):
         *,
         on_token: Callable[[int], None] | None = None,
         on_progress: Callable[[Span, int, int], None] | None = None,
+        label: int | None = None,
     ) -> Request:
         """Start a request; the callbacks are called from within turns.
 
         `on_progress(span, imported, total)` tells what was imported last, and bytes of KV so far,
-        of the attempt that runs.
+        of the attempt that runs. `label`: the caller's own number for it.
 
         Raises:
             Refused: it can never be served as asked; the text says what to change.
@@ -190,7 +191,8 @@ class DecoderOwner(OperatedShell):
             if found is not None:
                 self._keeping.index.unpin(found.prompt)
             raise
-        request = Request(request_id, len(tokens), options, on_token, on_progress, reuse=reuse)
+        asked = request_id, len(tokens), options, on_token, on_progress
+        request = Request(*asked, label=label, reuse=reuse)
         self._take_up(Active(AttemptId(*request_id, 1), request, prompt, found))
         self._checked = False
         self._run_commands()

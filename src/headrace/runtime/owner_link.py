@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Sequence
 
 import msgspec
-from msgspec.structs import replace
 
 from headrace.channel import Channel, socket_pair
 from headrace.errors import HeadraceError, PeerDied, Refused, RemoteProtocolError
@@ -47,7 +46,7 @@ class OwnerLink:
 
     def __init__(self, config: OwnerConfig, *, interpreter: str | None = None) -> None:
         if interpreter is not None:
-            config = _with_sources_here(config)
+            config = config.with_source_python(sys.executable)
         self._config = config
         self._interpreter = interpreter
         self._channel: Channel[ToOwner, FromOwner] | None = None
@@ -207,11 +206,5 @@ def submit_of(label: int, num_tokens: int, options: RequestOptions) -> Submit:
         options.poison,
         options.prefix,
         options.prefill_cuts,
+        options.logprobs,
     )
-
-
-def _with_sources_here(config: OwnerConfig) -> OwnerConfig:
-    """Each source that names no interpreter runs in this process's environment."""
-    if config.source_python is not None:
-        return config
-    return replace(config, source_python=sys.executable)

@@ -13,8 +13,9 @@ import socket
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
@@ -55,63 +56,89 @@ from headrace.messages import (
 )
 from headrace.plan import TOKEN_NBYTES
 from headrace.process import die_with_parent
-from headrace.runtime.config import OwnerConfig
-from headrace.runtime.control import ControlSocket, answer
+from headrace.runtime.config import OwnerConfig, SourceConfig, names_of
+from headrace.runtime.control import ControlSocket, answer, inspected
 from headrace.runtime.log import configure
 from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.requests import Request, RequestOptions
-from headrace.runtime.worker import SourceHandle
+from headrace.runtime.worker import SourceHandle, close_together
 
 _log = logging.getLogger("headrace.owner")
 
 RouterChannel: TypeAlias = Channel[FromOwner, ToOwner]
 
+CLOGGED_TURN_S = 0.01  # between tries to tell a router something while its channel is full
 EVENTS_HEAD_NBYTES = 64  # of a batch of intervals: its tag, its label, its lane, its length
 
 
-class OwnerProcess:
-    """Serves a router's requests on one `DecoderOwner`."""
+@dataclass(slots=True)
+class _Told:
+    """A request, and how many of its tokens, or of a drain its intervals, its router was told."""
 
-    def __init__(self, channel: RouterChannel, owner: DecoderOwner, handle: SourceHandle) -> None:
+    request: Request
+    count: int = 0
+
+
+class OwnerProcess:
+    """Serves a router's requests on one `DecoderOwner`.
+
+    What a router that does not read is to hear waits in its requests, and in `_outbox` no more than
+    one turn's worth: no token is lost, and nobody else's turn is slower for it.
+    """
+
+    def __init__(
+        self, channel: RouterChannel, owner: DecoderOwner, handles: Sequence[SourceHandle]
+    ) -> None:
+        """`handles`: the sources that were attached to the owner."""
         self._channel = channel
         self._owner = owner
-        self._handle = handle
-        self._running: dict[int, Request] = {}
-        self._draining: dict[int, tuple[Request, int]] = {}  # traced: with the intervals told
-        self._outbox: deque[FromOwner] = deque()  # bounded by max_tokens, and by what a trace keeps
+        self._handles = handles
+        self._running: dict[int, _Told] = {}
+        self._draining: dict[int, _Told] = {}  # those that are traced
+        self._num_asked = 0  # of what is held
+        self._outbox: deque[FromOwner] = deque()
         self._shutdown = False
 
     def serve(self, decoder: Decoder) -> None:
         """Say that all is ready, then serve until `Shutdown` or until the router is gone."""
-        caps, handle = decoder.caps, self._handle
+        caps, handles = decoder.caps, self._handles
         self._owner.watch(self._channel.fileno(), self._receive)
         self._outbox.append(
             Up(
                 decoder.manifest(),
                 caps.max_lanes,
-                handle.num_slots,
-                handle.slot_nbytes,
+                sum(handle.num_slots for handle in handles),
+                handles[0].slot_nbytes,
                 self._owner.context,
+                len(handles),
             )
         )
         self._flush()
         self._owner.each_turn(self._report)
         while not self._shutdown:
-            self._owner.turn(0.01 if self._outbox else 60.0)
+            self._owner.turn(CLOGGED_TURN_S if self._outbox else 60.0)
         self._flush()
 
     def _report(self) -> None:
-        """Say which requests are over, and send what waits."""
-        for label, request in list(self._running.items()):
-            if request.done:
+        """Send what waits; and if all of that went out, what there is to say by now."""
+        self._flush()
+        if self._outbox:
+            return
+        for label, told in list(self._running.items()):
+            self._tell_tokens(label, told)
+            if told.request.done:
                 del self._running[label]
-                self._end(label, request)
-        for label, (request, told) in list(self._draining.items()):
-            if request.drained:
+                self._end(label, told.request)
+        for label, told in list(self._draining.items()):
+            if told.request.drained:
                 del self._draining[label]
-                self._tell_intervals(label, "owner", request.owner_intervals[told:])
+                self._tell_intervals(label, "owner", told.request.owner_intervals[told.count :])
                 self._outbox.append(Events(label, "owner", ()))  # no more follow
         self._flush()
+        while self._num_asked and not self._outbox:
+            self._num_asked -= 1
+            self._outbox.append(inspected(self._owner))
+            self._flush()
 
     def _receive(self) -> None:
         while not self._shutdown:
@@ -127,36 +154,42 @@ class OwnerProcess:
                     self._submit(message, descriptors)
                 case Withdraw():
                     if message.label in self._running:
-                        self._owner.cancel(self._running[message.label])
-                case Inspect() | Reinstate():
+                        self._owner.cancel(self._running[message.label].request)
+                case Inspect():
+                    self._num_asked += 1
+                case Reinstate():
                     self._outbox.append(answer(self._owner, message))
                 case Shutdown():
                     self._shutdown = True
-                    for request in self._running.values():
-                        self._owner.cancel(request)  # a prefill of the owner's own ends, too
+                    for told in self._running.values():
+                        self._owner.cancel(told.request)  # a prefill of the owner's own ends, too
 
     def _submit(self, submit: Submit, descriptors: list[int]) -> None:
         label = submit.label
-
-        def on_token(token: int) -> None:
-            self._outbox.append(Token(label, token))
-
         try:
             tokens = _read_prompt(descriptors, submit.num_tokens)
-            request = self._owner.submit(tokens, options_of(submit), on_token=on_token)
+            request = self._owner.submit(tokens, options_of(submit), label=label)
         except (Refused, RemoteProtocolError) as exc:
             named = exc.field if isinstance(exc, Refused) else ""
             reason, field = travelling_text(str(exc)), named or "request"
             self._outbox.append(Ended(label, "failed", reason, field, None, "", (), "", (), None))
         else:
-            self._running[label] = request
+            self._running[label] = _Told(request)
+
+    def _tell_tokens(self, label: int, told: _Told) -> None:
+        """The tokens that were chosen since this was called last."""
+        request = told.request
+        for at in range(told.count, len(request.tokens)):
+            of_it = request.logprobs[at] if request.logprobs else (None, ())
+            self._outbox.append(Token(label, request.tokens[at], *of_it))
+        told.count = len(request.tokens)
 
     def _end(self, label: int, request: Request) -> None:
         self._tell_intervals(label, "source", request.source_intervals)
         owners = [each for each in request.owner_intervals if each.kind != "drain"]
         self._tell_intervals(label, "owner", owners)
         if request.options.trace:
-            self._draining[label] = request, len(owners)
+            self._draining[label] = _Told(request, len(owners))
         self._outbox.append(
             Ended(
                 label,
@@ -221,6 +254,7 @@ def options_of(submit: Submit) -> RequestOptions:
         poison=submit.poison,
         prefix=submit.prefix,
         prefill_cuts=submit.prefill_cuts,
+        logprobs=submit.logprobs,
     )
 
 
@@ -256,24 +290,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _serve(channel: RouterChannel, config: OwnerConfig) -> None:
-    check_name("source", config.source)
+    names = names_of(config.sources)
+    for source in config.sources:
+        check_name("source", source.source)
     check_name("decoder", config.decoder)
-    handle = SourceHandle(
-        config.source,
-        config.source_options,
-        interpreter=config.source_python,
-        num_slots=config.num_slots,
-        start_timeout_s=config.start_timeout_s,
-        log_level=config.log_level,
-    )
-    handle.start()  # it loads while this process loads the decoder
     with ExitStack() as stack:
-        stack.callback(handle.close)
+        handles: list[SourceHandle] = []
+        stack.callback(close_together, handles)
+        for source, name in zip(config.sources, names, strict=True):
+            handle = _handle_of(config, source, name)
+            handles.append(handle)
+            with _named(handle, handles):
+                handle.start()  # they load while this process loads the decoder
         control = None
         if config.control is not None:
             control = ControlSocket(config.control)
             stack.callback(control.close)
-        decoder = _open_decoder(config, handle)
+        decoder = _open_decoder(config, handles)
         owner = DecoderOwner(
             decoder,
             context=config.context,
@@ -283,16 +316,43 @@ def _serve(channel: RouterChannel, config: OwnerConfig) -> None:
             local=_own_engine(config, decoder) if config.local else None,
         )
         stack.callback(owner.close)
-        owner.attach(handle, restart=config.restart)
+        for handle in handles:
+            with _named(handle, handles):
+                owner.attach(handle, restart=config.restart)
         if control is not None:
             control.serve(owner)
-        OwnerProcess(channel, owner, handle).serve(decoder)
+        OwnerProcess(channel, owner, handles).serve(decoder)
 
 
-def _open_decoder(config: OwnerConfig, handle: SourceHandle) -> Decoder:
+def _handle_of(config: OwnerConfig, source: SourceConfig, name: str) -> SourceHandle:
+    return SourceHandle(
+        source.source,
+        source.options,
+        interpreter=source.python,
+        num_slots=source.num_slots,
+        start_timeout_s=config.start_timeout_s,
+        log_level=config.log_level,
+        name=name,
+    )
+
+
+@contextmanager
+def _named(handle: SourceHandle, handles: Sequence[SourceHandle]) -> Iterator[None]:
+    """Where there are several sources, a refusal says which one it is about."""
+    try:
+        yield
+    except Refused as exc:
+        about = f"source {handle.name}"
+        if len(handles) == 1 or about in str(exc):
+            raise
+        raise Refused(f"{about}: {exc}", field=exc.field) from exc
+
+
+def _open_decoder(config: OwnerConfig, handles: Sequence[SourceHandle]) -> Decoder:
     options = dict(config.decoder_options)
     if config.decoder == "null":
-        options["manifest"] = decoder_like(handle.manifest)
+        with _named(handles[0], handles):
+            options["manifest"] = decoder_like(handles[0].manifest)
     return open_decoder(config.decoder, options)
 
 

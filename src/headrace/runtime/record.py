@@ -50,6 +50,11 @@ class Record:
         self._lanes.clear()
 
     @property
+    def submitted_ns(self) -> int:
+        """When the request was submitted."""
+        return self._submitted_ns
+
+    @property
     def published(self) -> bool:
         """Whether the entry is visible."""
         return bool(self._published_ns)

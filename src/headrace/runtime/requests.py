@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from headrace.backends.base import Entry
 from headrace.errors import Refused
@@ -14,6 +14,7 @@ from headrace.ids import RequestId, Span
 from headrace.messages import (
     MAX_ATTEMPTS,
     MAX_CUTS,
+    MAX_LOGPROBS,
     AskedRoute,
     Interval,
     Measured,
@@ -26,6 +27,9 @@ from headrace.messages import (
 )
 from headrace.protocol.admission import FailurePolicy
 from headrace.runtime.lanes import Lanes
+
+if TYPE_CHECKING:
+    from headrace.engine.sampling import Logprobs
 
 ROUTES: tuple[Route, ...] = ("whole", "chunked", "streamed")
 ASKED_ROUTES: tuple[AskedRoute, ...] = (*ROUTES, "auto")
@@ -59,6 +63,9 @@ class RequestOptions:
     takes the same prompt only, with the bits of a prefill; `shared` also what begins alike, with
     the bits of a prefill that is cut where the shared part ends. prefill_cuts: ascending positions
     at which its own prefill is cut; they change the numbers a little, as prefill_chunk does.
+
+    logprobs: keep with each token its logprob and those of so many of the likeliest, at most
+    MAX_LOGPROBS; None for none. They change no token.
     """
 
     route: AskedRoute = "whole"
@@ -79,6 +86,7 @@ class RequestOptions:
     poison: bool = False
     prefix: PrefixAsked = "off"
     prefill_cuts: tuple[int, ...] = ()
+    logprobs: int | None = None
 
     @property
     def policy(self) -> FailurePolicy:
@@ -106,6 +114,13 @@ class RequestOptions:
                     f"{name} is {value!r}; it is a count from {least} to {most}", field=name
                 )
         self._check_prefix()
+        if self.logprobs is not None and (
+            type(self.logprobs) is not int or not 0 <= self.logprobs <= MAX_LOGPROBS
+        ):
+            raise Refused(
+                f"logprobs is {self.logprobs!r}; it is a count from 0 to {MAX_LOGPROBS}, or None",
+                field="logprobs",
+            )
         if self.route == "auto" and (self.chunk or self.group_layers != 1):
             field = "chunk" if self.chunk else "group_layers"
             raise Refused(f"route auto sets {field} by itself; leave it out", field=field)
@@ -157,8 +172,13 @@ class RequestOptions:
                 raise Refused(f"this {side} does not take {self.emission}", field="emission")
             if self.digest and DIGEST not in manifest.digests:
                 raise Refused(f"this {side} has no {DIGEST} digests", field="digest")
-        if source.first == "token" and (self.sampling.temperature > 0 or self.audit):
-            asked = "temperature" if self.sampling.temperature > 0 else "audit"
+        needs_logits = {
+            "temperature": self.sampling.temperature > 0,
+            "audit": self.audit,
+            "logprobs": self.logprobs is not None,
+        }
+        asked = next((name for name, needs in needs_logits.items() if needs), None)
+        if source.first == "token" and asked is not None:
             raise Refused(
                 f"this source gives a first token and no logits, which {asked} needs", field=asked
             )
@@ -174,7 +194,8 @@ class Request:
     the reasons of attempts that failed and that another followed. The intervals, the choice of
     route `auto` and what is measured are those of the last attempt, but for the time of submission.
     reuse: what it got of kept prompts, if it asked. drained: what it held is free again, or set
-    apart.
+    apart. label: its caller's own number for it, if that gave one. logprobs: of each of `tokens`,
+    if it asked for them.
     """
 
     request: RequestId
@@ -182,7 +203,9 @@ class Request:
     options: RequestOptions
     on_token: Callable[[int], None] | None = None
     on_progress: Callable[[Span, int, int], None] | None = None
+    label: int | None = None
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
     outcome: str = ""
     reason: str = ""
     cause: str = ""

@@ -22,6 +22,7 @@ from enum import Enum
 from headrace.errors import HeadraceError, PeerDied
 from headrace.geometry import Manifest
 from headrace.ids import SourceId
+from headrace.messages import SourceState
 from headrace.process import KILL_WAIT_S
 from headrace.protocol.owner import Owner
 from headrace.runtime.supervisor import RestartPolicy, SetAside, Supervisor
@@ -54,13 +55,28 @@ class Line:
         self.manifest = handle.manifest
         self.maker = handle.maker
         self.layout = handle.layout
-        self.supervisor = Supervisor(handle.engine, policy, now_ns)
+        self.supervisor = Supervisor(handle.name, policy, now_ns)
         self.phase = _Phase.SERVING
         self.due_ns: int | None = None
         self.expected = False  # as the machine was told
         self.greeted = False
         self.failure = ""  # of a start: why, if its end does not tell
         self.hopeless = False  # to start it once more would change nothing
+        self.reason = ""  # why it is away, or was the last time
+        self.aside = False
+
+    @property
+    def standing(self) -> tuple[SourceState, str]:
+        """What becomes of it, and why."""
+        if self.aside:
+            return "set aside", self.reason
+        match self.phase:
+            case _Phase.SERVING:
+                return "in service", ""
+            case _Phase.WAITING:
+                return "waiting to restart", self.reason
+            case _Phase.STARTING | _Phase.ENDING:
+                return "starting", self.reason
 
 
 class Restarts:
@@ -140,7 +156,7 @@ class Restarts:
                 self._end(line, "it closed its channel while starting", now_ns)
             else:
                 self._stuck.append(line.handle)
-                text = f"source {line.handle.engine} (pid {line.handle.pid}) cannot be killed"
+                text = f"source {line.handle.name} (pid {line.handle.pid}) cannot be killed"
                 self._put_aside(line, f"{text}: stuck in a device driver", now_ns)
 
     def next_due_ns(self) -> int | None:
@@ -172,6 +188,7 @@ class Restarts:
             self._machine.expect_source()
 
     def _failed(self, line: Line, reason: str, now_ns: int) -> None:
+        line.reason = reason
         decision = line.supervisor.died(reason, now_ns)
         if line.hopeless:
             self._put_aside(line, reason, now_ns)
@@ -186,7 +203,7 @@ class Restarts:
         _log.error("%s", reason)
         if line in self._away:
             self._away.remove(line)
-        line.due_ns = None
+        line.due_ns, line.reason, line.aside = None, reason, True
         self.set_aside.append(reason)
         if line.expected:
             line.expected = False
@@ -233,7 +250,7 @@ class Restarts:
             before, now = getattr(line.manifest, field), getattr(manifest, field)
             if now != before:
                 line.hopeless = True
-                text = f"source {line.handle.engine} came back with another {field} and is set"
+                text = f"source {line.handle.name} came back with another {field} and is set"
                 self._end(line, f"{text} aside", time.monotonic_ns())
                 return False
         return True
@@ -241,7 +258,7 @@ class Restarts:
     def _attached(self, line: Line) -> None:
         for fd in (line.handle.channel_fd, line.handle.death_fd):
             self._watch.remove(fd)
-        _log.info("source %s is in service again", line.handle.engine)
+        _log.info("source %s is in service again", line.handle.name)
         self._enter(line.handle, line)
 
     def _end(self, line: Line, failure: str, now_ns: int) -> None:

@@ -24,6 +24,7 @@ from headrace.geometry import Emission
 from headrace.ids import SourceId, Span
 from headrace.messages import (
     MAX_CHOICE_TEXT,
+    ChoiceKind,
     Measured,
     Route,
     RouteChoice,
@@ -75,6 +76,7 @@ class RouteChooser:
         self._trouble = ""  # why there is no probe
         self._costs: dict[SourceId, Costs] = {}
         self._chosen: Counter[str] = Counter()
+        self._kinds: Counter[str] = Counter()
 
     def prepare(self) -> None:
         """Run the probe, unless it has run; where it fails, requests go whole."""
@@ -101,6 +103,7 @@ class RouteChooser:
         """
         decision = self._choose(source, plan, options, emits, slowdown)
         self._chosen[decision.choice.route] += 1
+        self._kinds[decision.choice.kind] += 1
         return decision
 
     def learn(self, source: SourceId, sample: Sample) -> None:
@@ -122,9 +125,9 @@ class RouteChooser:
         for source in [each for each in self._costs if each not in sources]:
             del self._costs[source]
 
-    def statistics(self) -> dict[str, int]:
-        """Attempts that `auto` sent by each route."""
-        return dict(self._chosen)
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """Attempts that `auto` sent, by route and by the kind of reason."""
+        return {"auto": dict(self._chosen), "auto_kinds": dict(self._kinds)}
 
     def _choose(
         self,
@@ -136,22 +139,23 @@ class RouteChooser:
     ) -> Decision:
         whole = _whole(plan)
         if not emits:
-            return Decision(_choice(whole, "source and decoder take whole results only"), 0.0)
+            reason = "source and decoder take whole results only"
+            return Decision(_choice(whole, "whole-only", reason), 0.0)
         if not plan.nbytes:
-            return Decision(_choice(whole, "there is nothing to move"), 0.0)
+            return Decision(_choice(whole, "nothing-to-move", "there is nothing to move"), 0.0)
         self.prepare()
         if self._probed is None:
-            return Decision(_choice(whole, self._trouble), 0.0)
+            return Decision(_choice(whole, "not-measured", self._trouble), 0.0)
         costs = self._costs_of(source, self._probed)
         known_ns = costs.compute_ns(plan.num_tokens, options.prefill_chunk)
         copies = costs.write_ns_per_byte.value + costs.import_ns_per_byte.value
         compute_ns = copies * plan.nbytes if known_ns is None else known_ns
         known, others = known_ns is not None, candidates(plan, options, emits)
-        taken, reason = _best(costs, compute_ns, whole, others, slowdown, known=known)
+        taken, kind, reason = _best(costs, compute_ns, whole, others, slowdown, known=known)
         compute = "no prefill measured yet" if known_ns is None else f"compute {_ms(known_ns)}"
         speed = 1 / max(costs.import_ns_per_byte.value * slowdown, 1e-9)
         expected_ns = 0.0 if known_ns is None else costs.ideal_ns(known_ns, taken.steps, slowdown)
-        choice = _choice(taken, f"{reason} ({compute}, imports at {speed:.2f} GB/s)")
+        choice = _choice(taken, kind, f"{reason} ({compute}, imports at {speed:.2f} GB/s)")
         return Decision(choice, expected_ns)
 
     def _costs_of(self, source: SourceId, probed: Probe) -> Costs:
@@ -168,22 +172,23 @@ def _best(
     slowdown: float,
     *,
     known: bool,
-) -> tuple[Candidate, str]:
+) -> tuple[Candidate, ChoiceKind, str]:
     """The way to go, and why; of those that differ by next to nothing, the finest cut."""
     whole_ns = costs.predict_ns(compute_ns, whole.route, whole.steps, slowdown)
     predicted = [
         (costs.predict_ns(compute_ns, each.route, each.steps, slowdown), each) for each in others
     ]
     if not predicted:
-        return whole, "nothing else can be told"
+        return whole, "no-alternative", "nothing else can be told"
     enough_ns = min(ns for ns, _ in predicted) + LEAST_GAIN_NS
     best_ns, best = next(each for each in predicted if each[0] <= enough_ns)
     if known and whole_ns <= MOST_TRIED * best_ns and costs.try_whole():
-        return whole, f"tried, to be measured: {_ms(whole_ns)} against {_ms(best_ns)}"
+        reason = f"tried, to be measured: {_ms(whole_ns)} against {_ms(best_ns)}"
+        return whole, "trial", reason
     if whole_ns - best_ns < max(LEAST_GAIN * whole_ns, LEAST_GAIN_NS):
         reason = f"{best.name} would gain less than {100 * LEAST_GAIN:.1f} % or 0.1 ms"
-        return whole, f"{reason}: {_ms(best_ns)} against {_ms(whole_ns)}"
-    return best, f"predicted {_ms(best_ns)} against {_ms(whole_ns)} whole"
+        return whole, "small-gain", f"{reason}: {_ms(best_ns)} against {_ms(whole_ns)}"
+    return best, "predicted", f"predicted {_ms(best_ns)} against {_ms(whole_ns)} whole"
 
 
 def candidates(
@@ -257,9 +262,9 @@ def _bounds(n: int, computed: int) -> Iterator[tuple[int, int]]:
     yield last, n
 
 
-def _choice(taken: Candidate, reason: str) -> RouteChoice:
+def _choice(taken: Candidate, kind: ChoiceKind, reason: str) -> RouteChoice:
     text = travelling_text(f"{taken.name}: {reason}")[:MAX_CHOICE_TEXT]
-    return RouteChoice(taken.route, taken.group_layers, taken.chunk, text)
+    return RouteChoice(taken.route, taken.group_layers, taken.chunk, text, kind)
 
 
 def _is_sound(measured: Measured) -> bool:

@@ -308,7 +308,7 @@ class Shell(ImportShell):
             return
         if command.source is None:
             active.record.nothing_to_prefill()
-        active.published(entry)
+        self._published(active, entry)
         _log.debug("published: %s", command.attempt)
         self._machine.published(command.attempt, time.monotonic_ns())
         if command.source is not None:

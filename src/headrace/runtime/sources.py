@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import lru_cache
 
@@ -30,17 +30,20 @@ from headrace.messages import (
     Progress,
     Released,
     SourceFinal,
+    SourceHeld,
 )
 from headrace.plan import Plan, compile_plan
 from headrace.process import KILL_WAIT_S
 from headrace.protocol.books import AttemptMessage, PlanFor
 from headrace.protocol.owner import Owner
+from headrace.protocol.snapshot import SlotLine
 from headrace.runtime.keeping import Maker
 from headrace.runtime.local import LocalSource
 from headrace.runtime.restarts import HANG_UP_GRACE_S, Line, Restarts
+from headrace.runtime.roster import Roster
 from headrace.runtime.supervisor import RestartPolicy
 from headrace.runtime.watch import Watch
-from headrace.runtime.worker import MESSAGES_PER_ATTEMPT, SourceHandle
+from headrace.runtime.worker import MESSAGES_PER_ATTEMPT, SourceHandle, close_together
 
 _log = logging.getLogger("headrace.owner")
 
@@ -87,6 +90,7 @@ class Sources:
         self._local = local
         self._local_id: SourceId | None = None
         self._restarts = Restarts(machine, decoder, context, watch, self._enter_again)
+        self._roster = Roster()
 
     def attach(self, handle: SourceHandle, policy: RestartPolicy | None) -> None:
         """Take a started source; waits for its handshake. Raises: Refused, PeerDied."""
@@ -168,7 +172,8 @@ class Sources:
 
     def kill(self, source: SourceId, reason: str) -> None:
         """The machine wants a source ended; its pidfd tells when it is."""
-        _log.warning("%s: it is ended", reason)
+        _log.warning("source %s is ended: %s", self._process(source).name, reason)
+        self._roster.lost(source, reason)
         self._end(source)
 
     def served(self, source: SourceId) -> None:
@@ -188,7 +193,7 @@ class Sources:
         for source in [s for s, due_ns in self._killed.items() if due_ns <= now_ns]:
             del self._killed[source]
             handle = self._process(source)
-            reason = f"source {handle.engine} (pid {handle.pid}) cannot be killed"
+            reason = f"source {handle.name} (pid {handle.pid}) cannot be killed"
             self._restarts.gave_up_on(source, f"{reason}: stuck in a device driver", now_ns)
         self._restarts.tick(now_ns)
 
@@ -207,7 +212,7 @@ class Sources:
                 try:
                     self._unpin(source)
                 except DeviceError as exc:
-                    _log.error("the slab of source %d stays mapped: %s", source, exc)
+                    _log.error("the slab of source %s stays mapped: %s", handle.name, exc)
                     self._still_pinned.append(handle)
                 else:
                     handle.close(0.0, aside=True)
@@ -229,14 +234,18 @@ class Sources:
         each = {f"source {source}": h.statistics() for source, h in self.handles.items()}
         return {"restarts": self._restarts.statistics(), **each}
 
+    def held(self, slots: Iterable[SlotLine]) -> list[SourceHeld]:
+        """How each stands, the owner's own engine last once it is in service."""
+        return self._roster.held(slots, self._local_id)
+
     def close(self) -> None:
         """End all of them, also those that start."""
         with ExitStack() as stack:
             if self._local is not None:
                 stack.callback(self._local.close)
-            for handle in (*self.handles.values(), *self._still_pinned):
-                if isinstance(handle, SourceHandle):
-                    stack.callback(handle.close)
+            handles = (*self.handles.values(), *self._still_pinned)
+            processes = [each for each in handles if isinstance(each, SourceHandle)]
+            stack.callback(close_together, processes)
             stack.callback(self._restarts.close)
             for source in list(self._pinned):
                 stack.callback(self._unpin, source)
@@ -245,6 +254,7 @@ class Sources:
 
     def _enter(self, handle: SourceHandle, line: Line | None, *, expected: bool) -> None:
         source = self._new(handle)
+        self._roster.entered(source, handle, line)
         if line is not None:
             self._restarts.serves(source, line)
         slab = HostRange(handle.slot_address(0), handle.num_slots * handle.slot_nbytes)
@@ -330,6 +340,7 @@ class Sources:
         if handle.channel_fd in self._watch:
             self._watch.remove(handle.channel_fd)
             self._leaving[source] = time.monotonic_ns() + int(HANG_UP_GRACE_S * 1e9)
+            self._roster.lost(source, f"source {handle.name} closed its channel")
 
     def _end(self, source: SourceId) -> None:
         self._process(source).kill()
@@ -346,6 +357,7 @@ class Sources:
         self._leaving.pop(source, None)
         self._killed.pop(source, None)
         _log.info("%s", handle.exit_text())
+        self._roster.lost(source, handle.exit_text())
         self._restarts.died(source, handle.exit_text(), time.monotonic_ns())
         self._dead.add(source)
         self._carry_out()

@@ -10,6 +10,7 @@ import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import msgspec
@@ -64,10 +65,12 @@ class SourceHandle:
         start_timeout_s: float = 300.0,
         log_level: str = "WARNING",
         env: Mapping[str, str] | None = None,
+        name: str = "",
     ) -> None:
         """`engine` names one (torch, replay, module:factory) in the environment of `interpreter`.
 
-        `env`: variables over those of this process, such as a vendor's device choice.
+        `env`: variables over those of this process, such as a vendor's device choice. `name`: what
+        logs and reasons call it, by default as its engine.
 
         Raises:
             Refused: num_slots is below one.
@@ -75,6 +78,7 @@ class SourceHandle:
         if num_slots < 1:
             raise Refused(f"slots is {num_slots}; a source needs at least one", field="slots")
         self.engine = engine
+        self.name = name or engine
         self.num_slots = num_slots
         self.slot_nbytes = 0
         self.layout: Layout = "head_major"
@@ -87,6 +91,7 @@ class SourceHandle:
         self._channel: Channel[ToSource, FromSource] | None = None
         self._slab: Slab | None = None
         self._manifest: Manifest | None = None
+        self._told_to_end = False
 
     def respawn(self) -> SourceHandle:
         """A handle of the same configuration that was not started yet."""
@@ -98,6 +103,7 @@ class SourceHandle:
             start_timeout_s=self.start_timeout_s,
             log_level=self._log_level,
             env=self._env,
+            name=self.name,
         )
 
     @property
@@ -226,6 +232,11 @@ class SourceHandle:
     def pid(self) -> int:
         return self._open_child().pid
 
+    @property
+    def running_pid(self) -> int:
+        """The pid of its process, or 0 if there is none that lives."""
+        return 0 if self._child is None or self._child.died() else self._child.pid
+
     def died(self) -> bool:
         """Whether the process is proven gone."""
         return self._open_child().died()
@@ -238,11 +249,11 @@ class SourceHandle:
         """How it ended, for a reason."""
         status = self._open_child().exit_status()
         how = f"exit status {status}" if status is None or status >= 0 else f"signal {-status}"
-        return f"source {self.engine} (pid {self.pid}) died: {how}"
+        return f"source {self.name} (pid {self.pid}) died: {how}"
 
     def late_text(self) -> str:
         """That it took longer to start than it may, for a reason."""
-        return f"source {self.engine} did not get ready in {self.start_timeout_s:.0f} s"
+        return f"source {self.name} did not get ready in {self.start_timeout_s:.0f} s"
 
     def kill(self) -> None:
         """End the process now; its death is told by `death_fd`."""
@@ -263,11 +274,8 @@ class SourceHandle:
 
         `aside`: the slab is unmapped in a thread of its own, for an owner whose turns go on.
         """
-        if self._channel is not None:
-            try:
-                self._channel.send(Shutdown())
-            except (PeerDied, WouldBlock, Closed):
-                grace_s = 0.0
+        if not self.tell_to_end():
+            grace_s = 0.0
         if self._child is not None:
             self._child.close(grace_s)
         if self._channel is not None:
@@ -277,6 +285,17 @@ class SourceHandle:
                 self._slab.close_aside()
             else:
                 self._slab.close()
+
+    def tell_to_end(self) -> bool:
+        """Ask the source to end, once; False if it cannot be asked any more."""
+        if self._channel is None or self._told_to_end:
+            return True
+        try:
+            self._channel.send(Shutdown())
+        except (PeerDied, WouldBlock, Closed):
+            return False
+        self._told_to_end = True
+        return True
 
     def _expect(self, kind: type[_M]) -> _M:
         """The next message, which must be of `kind`; waits at most the start timeout."""
@@ -306,26 +325,36 @@ class SourceHandle:
             os.close(fd)
         if isinstance(message, Incompatible):
             if message.field == BackendUnavailable.__name__:
-                raise Refused(f"source {self.engine} is unavailable: {message.reason}")
-            raise Refused(f"source {self.engine}: {message.reason}", field=message.field)
+                raise Refused(f"source {self.name} is unavailable: {message.reason}")
+            raise Refused(f"source {self.name}: {message.reason}", field=message.field)
         if not isinstance(message, kind):
-            raise RemoteProtocolError(f"source {self.engine} sent {type(message).__name__} first")
+            raise RemoteProtocolError(f"source {self.name} sent {type(message).__name__} first")
         return message
 
     def _open_channel(self) -> Channel[ToSource, FromSource]:
         if self._channel is None:
-            raise Closed(f"source {self.engine} was not started")
+            raise Closed(f"source {self.name} was not started")
         return self._channel
 
     def _open_child(self) -> ChildProcess:
         if self._child is None:
-            raise Closed(f"source {self.engine} was not started")
+            raise Closed(f"source {self.name} was not started")
         return self._child
 
     def _open_slab(self) -> Slab:
         if self._slab is None:
-            raise Closed(f"source {self.engine} has no slab before it is attached")
+            raise Closed(f"source {self.name} has no slab before it is attached")
         return self._slab
+
+
+def close_together(handles: Sequence[SourceHandle], grace_s: float = 2.0) -> None:
+    """Close several sources, of which none waits for another's end."""
+    for handle in handles:
+        handle.tell_to_end()
+    end_s = time.monotonic() + grace_s
+    with ExitStack() as stack:  # whatever one raises, the others are closed
+        for handle in handles:
+            stack.callback(lambda each: each.close(max(0.0, end_s - time.monotonic())), handle)
 
 
 def _check_interpreter(interpreter: str) -> None:

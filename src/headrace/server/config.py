@@ -1,4 +1,8 @@
-"""What `headrace serve` is started with: headrace.toml, or flags for the simple case."""
+"""What `headrace serve` is started with: headrace.toml, or flags for the simple case.
+
+Each key says what it is: `headrace config show` writes it beside the key, and docs/operate.md has
+the same words.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,20 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, Struct, field
 
-from headrace.geometry import Emission
-from headrace.messages import AskedRoute, OnFailure, PrefixAsked
+from headrace.geometry import MAX_POSITIONS, Emission
+from headrace.messages import MAX_ATTEMPTS, AskedRoute, OnFailure, PrefixAsked
 
-Count: TypeAlias = Annotated[int, Meta(ge=0)]
-Positive: TypeAlias = Annotated[int, Meta(ge=1)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_POSITIONS)]
+Positive: TypeAlias = Annotated[int, Meta(ge=1, lt=MAX_POSITIONS)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=1e9)]
-Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Delay: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
+Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+ServedName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+def says(text: str) -> Meta:
+    """What a key is, in the words of its docs."""
+    return Meta(description=text)
 
 
 class _Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,135 +31,237 @@ class _Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class HttpConfig(_Table, frozen=True, kw_only=True):
-    """`[http]`: where it listens and what it takes.
+    """`[http]`: where it listens and what it takes."""
 
-    api_key_file: one key a line; whoever sends none of them is refused. Without it (and without
-    HEADRACE_API_KEY) nobody is asked for one. max_body_bytes, max_header_bytes: of one request.
-    """
-
-    host: str = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
-    api_key_file: str | None = None
-    max_body_bytes: Positive = 8 << 20
-    max_header_bytes: Annotated[int, Meta(ge=1024, le=1 << 20)] = 32 << 10
-    max_connections: Positive = 1024
-    drain_timeout_s: Seconds = 30.0
-    keep_alive_s: Seconds = 5.0
+    host: Annotated[str, says("The address to listen at.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), says("The port; 0 takes a free one.")] = 8000
+    api_key_file: Annotated[
+        str | None,
+        says(
+            "A file with one key a line; whoever sends none of them is refused. Without it and "
+            "without HEADRACE_API_KEY in the environment nobody is asked for one."
+        ),
+    ] = None
+    allow_open: Annotated[
+        bool, says("Listen beyond this host although nobody is asked for a key.")
+    ] = False
+    max_body_bytes: Annotated[
+        int, Meta(ge=1024, le=1 << 30), says("Most bytes of a request's body.")
+    ] = 8 << 20
+    max_header_bytes: Annotated[
+        int, Meta(ge=1024, le=1 << 20), says("Most bytes of a request's headers.")
+    ] = 32 << 10
+    max_connections: Annotated[
+        int, Meta(ge=1, le=1 << 20), says("Most connections at once; more are answered 503.")
+    ] = 1024
+    drain_timeout_s: Annotated[
+        Seconds, says("How long what runs may go on after SIGTERM, in seconds.")
+    ] = 30.0
+    keep_alive_s: Annotated[
+        Seconds, says("How long an idle connection is kept open, in seconds.")
+    ] = 5.0
 
 
 class QueueConfig(_Table, frozen=True, kw_only=True):
-    """`[queue]`: what may wait for an owner, and who is next.
+    """`[queue]`: what may wait for a decoder, and who is next."""
 
-    max_requests, max_bytes: above either, a request is answered 429. deadline_s: of a request that
-    names none, from its arrival to its published cache; None = none. long_prompt_tokens: prompts of
-    at least so many positions never hold all lanes of a decoder that has several; 0 = no such rule.
-    patience: a prompt may be overtaken by shorter ones that came up to so many times the difference
-    of their prefill times later.
-    """
-
-    max_requests: Positive = 256
-    max_bytes: Positive = 64 << 20
-    deadline_s: Seconds | None = None
-    long_prompt_tokens: Count = 0
-    patience: Annotated[float, Meta(ge=0, le=1000)] = 4.0
+    max_requests: Annotated[
+        Positive, says("Most requests that wait; above it one is answered 429.")
+    ] = 256
+    max_bytes: Annotated[
+        Annotated[int, Meta(ge=1024, le=1 << 40)],
+        says("Most bytes of prompts that wait; above it a request is answered 429."),
+    ] = 64 << 20
+    deadline_s: Annotated[
+        Seconds | None,
+        says(
+            "Seconds from a request's arrival to its first token, for requests that name none; "
+            "without it there is no deadline."
+        ),
+    ] = None
+    long_prompt_tokens: Annotated[
+        Count,
+        says(
+            "Prompts of at least so many tokens never hold all lanes of a decoder that has "
+            "several; 0 = no such rule."
+        ),
+    ] = 0
+    patience: Annotated[
+        float,
+        Meta(ge=0, le=1000),
+        says(
+            "A prompt may be overtaken by shorter ones that came up to so many times the "
+            "difference of their prefill times later."
+        ),
+    ] = 4.0
 
 
 class RequestConfig(_Table, frozen=True, kw_only=True):
-    """`[requests]`: what a request gets that does not ask for something else.
+    """`[requests]`: what a request gets that does not ask for something else."""
 
-    route, group_layers, chunk, emission, on_failure, prefix: as in `headrace run`. max_tokens: of
-    /v1/completions without the field; a chat without it goes on to the end of the context.
-    """
-
-    route: AskedRoute = "whole"
-    group_layers: Positive = 1
-    chunk: Count = 0
-    emission: Emission = "layers"
-    digest: bool = False
-    on_failure: OnFailure = "fail"
-    max_attempts: Annotated[int, Meta(ge=1, le=16)] = 3
-    prefix: PrefixAsked = "off"
-    max_tokens: Positive = 16
-    max_choices: Annotated[int, Meta(ge=1, le=128)] = 8
+    route: Annotated[AskedRoute, says("How the cache is moved.")] = "whole"
+    group_layers: Annotated[Positive, says("Layers of one layer group, on route streamed.")] = 1
+    chunk: Annotated[
+        Count, says("Positions of one transfer chunk; 0 = all, and 256 on route chunked.")
+    ] = 0
+    emission: Annotated[Emission, says("Layer groups of neighbours, or of one cache geometry.")] = (
+        "layers"
+    )
+    digest: Annotated[bool, says("Verify every span's bytes as landed.")] = False
+    on_failure: Annotated[
+        OnFailure,
+        says("When a source fails: fail, retry on another one, or local (the owner prefills)."),
+    ] = "fail"
+    max_attempts: Annotated[
+        int, Meta(ge=1, le=MAX_ATTEMPTS), says("Attempts in all where on_failure is retry.")
+    ] = 3
+    prefix: Annotated[
+        PrefixAsked,
+        says(
+            "Whether prompts are kept and gone on from: off, identical ones, or shared beginnings."
+        ),
+    ] = "off"
+    max_tokens: Annotated[
+        Positive,
+        says(
+            "Tokens of /v1/completions without the field; a chat without it goes on to the end of "
+            "the context."
+        ),
+    ] = 16
+    max_choices: Annotated[int, Meta(ge=1, le=128), says("The most that `n` may be.")] = 8
 
 
 class PageConfig(_Table, frozen=True, kw_only=True):
-    """`[page]`: the live view. recent: requests whose traces are kept for it; 0 traces none."""
+    """`[page]`: the live view."""
 
-    enabled: bool = True
-    recent: Annotated[int, Meta(ge=0, le=1024)] = 64
-    look_every_s: Annotated[float, Meta(ge=0.05, le=60)] = 1.0
+    enabled: Annotated[bool, says("Serve the page at /.")] = True
+    recent: Annotated[
+        int, Meta(ge=0, le=1024), says("Requests whose traces are kept for it; 0 traces none.")
+    ] = 64
+    look_every_s: Annotated[
+        float, Meta(ge=0.05, le=60), says("Seconds between two looks at what the owners hold.")
+    ] = 1.0
 
 
 class TelemetryConfig(_Table, frozen=True, kw_only=True):
-    """`[telemetry]`: otlp_endpoint: where spans are sent (needs headrace[otel]), or None."""
+    """`[telemetry]`: logs, and where spans go."""
 
-    otlp_endpoint: str | None = None
-    service_name: str = "headrace"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_json: bool = False
+    otlp_endpoint: Annotated[
+        str | None, says("Where OpenTelemetry spans are sent (needs headrace[otel]).")
+    ] = None
+    service_name: Annotated[ServedName, says("What the spans call this service.")] = "headrace"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], says("The least that is logged.")
+    ] = "info"
+    log_json: Annotated[bool, says("Log one JSON object a line.")] = False
 
 
 class SourceTable(_Table, frozen=True, kw_only=True):
-    """`[[decoders.sources]]`: one prefill worker.
+    """`[[decoders.sources]]`: one prefill worker."""
 
-    name: by default its kind, with a number where a decoder has several of it. slots: requests that
-    it may hold at once. python: the interpreter of its own environment. options: more of the
-    source's own.
-    """
-
-    source: str = "torch"
-    name: Name | None = None
-    slots: Positive = 2
-    threads: Positive = 1
-    python: str | None = None
-    emulate: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    source: Annotated[str, says("torch, cuda, rngd, replay or module:factory.")] = "torch"
+    name: Annotated[
+        Name | None,
+        says("What metrics and logs call it; by default what it is, numbered if several."),
+    ] = None
+    slots: Annotated[int, Meta(ge=1, le=4096), says("Requests that it may hold at once.")] = 2
+    threads: Annotated[int, Meta(ge=1, le=4096), says("torch threads of its process.")] = 1
+    python: Annotated[
+        str | None, says("The interpreter of its own environment; by default this one.")
+    ] = None
+    emulate: Annotated[
+        bool, says("Run its kernels on the CPU, with its vendor's own executor (rngd).")
+    ] = False
+    options: Annotated[dict[str, Any], says("More options of its own.")] = field(
+        default_factory=dict
+    )
 
 
 class DecoderTable(_Table, frozen=True, kw_only=True):
-    """`[[decoders]]`: one decoder, its owner process and its sources.
+    """`[[decoders]]`: one decoder, its owner process and its sources."""
 
-    model: a built-in model, a directory, a GGUF file or a hub id. served_as: the names under which
-    requests ask for it, by default `model`. lanes: active sequences, None = the decoder's default.
-    context: positions of a lane. prefetch_depth: requests prefilled while no lane is free.
-    """
-
-    name: Name | None = None
-    model: str
-    served_as: tuple[str, ...] = ()
-    decoder: str = "cpu"
-    lanes: Positive | None = None
-    context: Positive = 2048
-    dtype: str | None = None
-    threads: Positive = 1
-    decode_batch: Positive = 1
-    prefetch_depth: Count = 1
-    prefill_chunk: Count = 0
-    python: str | None = None
-    compiled: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    start_timeout_s: Seconds = 600.0
-    progress_timeout_s: Seconds = 120.0
-    drain_timeout_s: Seconds = 30.0
-    control: str | None = None
-    sources: Annotated[tuple[SourceTable, ...], Meta(min_length=1)] = (SourceTable(),)
+    name: Annotated[
+        Name | None,
+        says("What metrics and logs call it; by default what it is, numbered if several."),
+    ] = None
+    model: Annotated[
+        str, Meta(min_length=1), says("A built-in model, a directory, a GGUF file or a hub id.")
+    ]
+    served_as: Annotated[
+        tuple[ServedName, ...],
+        says("The names under which requests ask for it; by default `model`."),
+    ] = ()
+    decoder: Annotated[str, says("cpu, cuda, atom, null or module:factory.")] = "cpu"
+    lanes: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | None,
+        says("Active sequences; by default 4, and atom has one."),
+    ] = None
+    context: Annotated[Positive, says("Positions that a lane and a slot hold.")] = 2048
+    dtype: Annotated[
+        str | None,
+        says("Of weights and cache; by default float32, and bfloat16 with an rngd source."),
+    ] = None
+    threads: Annotated[int, Meta(ge=1, le=4096), says("torch threads of its process.")] = 1
+    decode_batch: Annotated[
+        int,
+        Meta(ge=1, le=256),
+        says("Sequences decoded in one forward; 1 is the exact mode."),
+    ] = 1
+    prefetch_depth: Annotated[
+        Count, says("Requests that are prefilled while no lane is free; 0 = none.")
+    ] = 1
+    prefill_chunk: Annotated[
+        Count, says("Positions computed at once; 0 = all. It changes the numbers a little.")
+    ] = 0
+    python: Annotated[
+        str | None,
+        says("The interpreter of its own environment; by default this one, and atom's is found."),
+    ] = None
+    compiled: Annotated[
+        str | None, says("The directory of the compiled model, which atom needs beside `model`.")
+    ] = None
+    options: Annotated[dict[str, Any], says("More options of its own.")] = field(
+        default_factory=dict
+    )
+    tune_copies: Annotated[
+        bool, says("Have copies bypass the cache if a probe at the start shows it is faster.")
+    ] = False
+    start_timeout_s: Annotated[
+        Seconds, says("How long its sources may take to be ready, in seconds.")
+    ] = 600.0
+    progress_timeout_s: Annotated[
+        Seconds, says("How long a source may be silent before its attempt fails, in seconds.")
+    ] = 120.0
+    drain_timeout_s: Annotated[
+        Seconds,
+        says("How long a source may keep a slot that is no longer wanted, in seconds."),
+    ] = 30.0
+    control: Annotated[
+        str | None, says("A socket to make, for `headrace owner status` and `reinstate`.")
+    ] = None
+    sources: Annotated[
+        tuple[SourceTable, ...], Meta(min_length=1, max_length=16), says("Its prefill workers.")
+    ] = (SourceTable(),)
 
 
 class RestartTable(_Table, frozen=True, kw_only=True):
-    """`[restart]`: how sources and owners that die are started again; see `RestartPolicy`."""
+    """`[restart]`: how sources and owners that die are started again."""
 
-    first_delay_s: Annotated[float, Meta(ge=0)] = 0.2
-    factor: Annotated[float, Meta(ge=1)] = 2.0
-    longest_delay_s: Annotated[float, Meta(ge=0)] = 30.0
-    max_failures: Positive = 5
-    healthy_after_s: Annotated[float, Meta(ge=0)] = 60.0
+    first_delay_s: Annotated[Delay, says("Seconds from the first death to the restart.")] = 0.2
+    factor: Annotated[
+        float, Meta(ge=1, le=1000), says("How many times longer each further death in a row waits.")
+    ] = 2.0
+    longest_delay_s: Annotated[Delay, says("The most that it waits, in seconds.")] = 30.0
+    max_failures: Annotated[Positive, says("Deaths in a row after which it is set aside.")] = 5
+    healthy_after_s: Annotated[
+        Delay, says("Seconds that it must live for its earlier deaths to be forgotten.")
+    ] = 60.0
 
 
 class ServeConfig(_Table, frozen=True, kw_only=True):
     """The whole of headrace.toml."""
 
-    decoders: Annotated[tuple[DecoderTable, ...], Meta(min_length=1)]
+    decoders: Annotated[tuple[DecoderTable, ...], Meta(min_length=1, max_length=64)]
     http: HttpConfig = HttpConfig()
     queue: QueueConfig = QueueConfig()
     requests: RequestConfig = RequestConfig()

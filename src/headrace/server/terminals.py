@@ -83,6 +83,9 @@ _OF_CAUSE: Final[dict[Cause, Terminal]] = {
     Cause.NO_SOURCE: Terminal.NO_SOURCE,
 }
 
+_LACKING: Final = {"source": Terminal.NO_SOURCE, "decoder": Terminal.NO_STORAGE}
+"""What an owner refuses by these names is no client's mistake: nothing of it is in service."""
+
 _TYPES: Final[dict[int, str]] = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -151,6 +154,8 @@ def terminal_of(ended: Ended) -> Terminal:
     """
     if ended.outcome == "finished":
         return Terminal.FINISHED
+    if ended.mistake in _LACKING:
+        return _LACKING[ended.mistake]
     if ended.mistake:
         return Terminal.INVALID
     if ended.outcome == "cancelled":

@@ -18,17 +18,11 @@ from headrace.backends.load import DECODERS, ONE_LANE, open_decoder
 from headrace.backends.options import read_options
 from headrace.cli import run_command
 from headrace.cli.check import CheckOptions
-from headrace.cli.decoders import (
-    LANES,
-    interpreter_for_decoder,
-    is_fake,
-    options_of,
-)
 from headrace.cli.run_options import RunOptions
-from headrace.cli.sources import pair_name
 from headrace.engine.text import ByteText
 from headrace.errors import BackendUnavailable, PeerDied
 from headrace.messages import Ended
+from headrace.runtime.pairs import LANES, interpreter_for_decoder, is_fake, options_of, pair_name
 from headrace.runtime.router import RouteResult
 
 check = import_module("headrace.cli.check")  # the names in the package are the commands
@@ -175,7 +169,7 @@ class Environment(ModuleType):
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Environment:
     made = Environment("environment")
-    monkeypatch.setattr("headrace.cli.decoders.environment", made)
+    monkeypatch.setattr("headrace.runtime.pairs.environment", made)
     return made
 
 

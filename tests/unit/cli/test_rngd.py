@@ -19,13 +19,13 @@ from headrace.cli import rngd, rngd_findings, run_command
 from headrace.cli.check import CheckOptions, _asked, _attributes, _print
 from headrace.cli.run import _config, _report
 from headrace.cli.run_options import RunOptions
-from headrace.cli.sources import is_emulated
 from headrace.engine import environment_making
 from headrace.engine.environments import RNGD, PythonFacts
 from headrace.engine.rngd.probes import COMPILER
 from headrace.engine.text import ByteText
 from headrace.errors import BackendUnavailable, Refused
 from headrace.messages import Ended
+from headrace.runtime.pairs import is_emulated
 from headrace.runtime.router import RouteResult
 from tests.unit.engine.fake_python import PIP_WORKS, write_fake_python
 from tests.unit.engine.rngd.fake_site import write_fake_site
@@ -466,16 +466,18 @@ def test_run_starts_rngd_in_its_environment(
         config(source="rngd")
     monkeypatch.setenv(RNGD.variable, sys.executable)
     made = config(source="rngd", emulate=True)
-    assert made.source_python == sys.executable
-    assert made.source_options == {
+    (source,) = made.sources
+    assert source.python == sys.executable
+    assert source.options == {
         "model": "model",
         "dtype": "bfloat16",
         "threads": 1,
         "emulate": True,
     }
     assert made.decoder_options["dtype"] == "bfloat16"
-    assert config(source="rngd", source_python=other_python).source_python == other_python
-    assert "emulate" not in config(source="rngd").source_options
+    (source,) = config(source="rngd", source_python=other_python).sources
+    assert source.python == other_python
+    assert "emulate" not in source.options
 
 
 def test_a_source_with_another_headrace_is_refused(
@@ -494,10 +496,10 @@ def test_a_source_with_another_headrace_is_refused(
 
 
 def test_other_sources_are_as_they_were() -> None:
-    made = config()
-    assert made.source_python is None
-    assert made.source_options == {"model": "model", "dtype": "float32", "threads": 1}
-    assert config(dtype="bfloat16").source_options["dtype"] == "bfloat16"
+    (source,) = config().sources
+    assert source.python is None
+    assert source.options == {"model": "model", "dtype": "float32", "threads": 1}
+    assert config(dtype="bfloat16").sources[0].options["dtype"] == "bfloat16"
 
 
 def test_check_starts_rngd_in_its_environment(

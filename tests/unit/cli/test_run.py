@@ -159,7 +159,7 @@ def test_the_owner_runs_in_the_decoders_environment(capsys: pytest.CaptureFixtur
     report(capsys, "--decoder-python", "/a/python", "--decoder-options", '{"speed": 3}')
     assert StandIn.interpreter == "/a/python"
     assert StandIn.config.decoder_options["speed"] == 3
-    assert StandIn.config.source_python is None  # it is the router's: see OwnerClient
+    assert StandIn.config.sources[0].python is None  # it is the router's: see OwnerClient
 
 
 def test_choosing_tokens_without_numpy_says_what_to_do(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.cli.shown import Printer, Shown, cut_at_stop, settled, shown_of
+from headrace.cli.shown import Printer, Shown, shown_of
 from headrace.engine.text import ByteText
 from headrace.messages import Ended
 from headrace.runtime.router import RouteResult
@@ -57,19 +57,6 @@ def test_nothing_is_printed_without_echo_or_tokens(capsys: pytest.CaptureFixture
     printer.end()
     Printer(TEXT, (), echo=True).end()
     assert capsys.readouterr().out == ""
-
-
-def test_settled_minds_every_stop_string() -> None:
-    assert settled("", ("stop",)) == 0
-    assert settled("so st", ("stop",)) == 3
-    assert settled("abc", ("bcd", "cx")) == 1
-    assert settled("caf\N{REPLACEMENT CHARACTER}", ("fé",)) == 2
-    assert settled("a\N{REPLACEMENT CHARACTER}", ("a\N{REPLACEMENT CHARACTER}b",)) == 0
-
-
-def test_the_earliest_stop_string_cuts() -> None:
-    assert cut_at_stop("one two three", ("three", "two")) == ("one ", True)
-    assert cut_at_stop("one", ("two", "")) == ("one", False)
 
 
 @pytest.mark.parametrize(

@@ -89,3 +89,19 @@ def test_require_memory_keeps_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_this_machine_has_memory() -> None:
     assert 0 < capacity.available_nbytes() < 2**50
+
+
+def test_the_total_is_what_the_smallest_limit_leaves(host: Host) -> None:
+    assert capacity.total_nbytes() == 900 * 1024
+    host.own.write_text("0::/pod/box\n")
+    host.v2("pod/box", "max", 5000)
+    assert capacity.total_nbytes() == 900 * 1024
+    host.v2("pod", "9000", 5000)
+    assert capacity.total_nbytes() == 9000
+    host.own.write_text("4:memory:/box\n")
+    host.v1("box", 7000, 1)
+    host.v1("", 1 << 63, 1)
+    assert capacity.total_nbytes() == 7000
+    host.meminfo.write_text("MemAvailable: 800 kB\n")
+    with pytest.raises(Refused, match="has no MemTotal"):
+        capacity.total_nbytes()

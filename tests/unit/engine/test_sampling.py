@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.sampling import Sampler
+from headrace.engine.sampling import LEAST_LOGPROB, Logprobs, Sampler
 from headrace.errors import DeviceError, Refused
 from headrace.messages import Sampling
 
@@ -20,7 +20,7 @@ def row(*values: float) -> memoryview:
 
 def drawn(sampling: Sampling, logits: memoryview, count: int) -> list[int]:
     sampler = Sampler(sampling)
-    return [sampler.sample(logits) for _ in range(count)]
+    return [sampler.sample(logits).token for _ in range(count)]
 
 
 def test_greedy_takes_the_lowest_of_equal_ids() -> None:
@@ -119,3 +119,54 @@ def test_what_is_drawn_is_a_candidate(
     (token,) = drawn(sampling, row(*values), 1)
     above = sum(value > values[token] for value in values)
     assert above < (top_k or len(values))
+
+
+# Logprobs.
+
+
+def logprobs(logits: memoryview, num_top: int, sampling: Sampling | None = None) -> Logprobs:
+    found = Sampler(sampling or Sampling(), num_top).sample(logits).logprobs
+    assert found is not None
+    return found
+
+
+def test_none_are_kept_unless_asked_for() -> None:
+    assert Sampler(Sampling()).sample(row(1.0, 2.0)).logprobs is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    values=st.lists(st.floats(-500, 500, width=32), min_size=1, max_size=40),
+    num_top=st.integers(0, 20),
+    temperature=st.sampled_from([0.0, 0.5, 2.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_they_are_those_of_the_raw_row(
+    values: list[float], num_top: int, temperature: float, seed: int
+) -> None:
+    """Against sums of exact exponents; and whoever asks for them gets the same tokens."""
+    sampling = Sampling(temperature=temperature, top_k=3, top_p=0.8, seed=seed)
+    asking, plain = Sampler(sampling, num_top), Sampler(sampling)
+    total = math.log(math.fsum(math.exp(value - max(values)) for value in values)) + max(values)
+    likeliest = sorted(range(len(values)), key=lambda at: (-values[at], at))[:num_top]
+    for _ in range(3):
+        token, found = asking.sample(row(*values))
+        assert found is not None
+        assert token == plain.sample(row(*values)).token
+        assert found.logprob == pytest.approx(values[token] - total, abs=1e-9)
+        assert [each for each, _ in found.top] == likeliest
+        for each, logprob in found.top:
+            assert logprob == pytest.approx(values[each] - total, abs=1e-9)
+
+
+def test_of_equal_ones_the_lowest_id_comes_first() -> None:
+    top = logprobs(row(0.0, 1.0, 1.0, -1.0, 1.0), 2).top
+    assert [token for token, _ in top] == [1, 2]
+
+
+def test_infinite_logits_have_logprobs_that_travel() -> None:
+    inf, half = math.inf, math.log(0.5)
+    assert logprobs(row(0.0, -inf, 0.0), 3) == (half, ((0, half), (2, half), (1, LEAST_LOGPROB)))
+    assert logprobs(row(0.0, inf, inf), 2) == (half, ((1, half), (2, half)))
+    assert logprobs(row(-inf, -inf), 1) == (LEAST_LOGPROB, ((0, LEAST_LOGPROB),))
+    assert logprobs(row(0.0, -3e38), 2) == (0.0, ((0, 0.0), (1, LEAST_LOGPROB)))

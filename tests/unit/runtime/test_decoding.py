@@ -89,6 +89,12 @@ class Stand:
         self.decoding.begin(active, 10 * active.entry.lane, memoryview(b""))
         return active.request
 
+    def begin(self, options: RequestOptions, logits: memoryview) -> Request:
+        """An entry whose first token is chosen from `logits`."""
+        active = self._entry(options, None)
+        self.decoding.begin(active, None, logits)
+        return active.request
+
     def active(
         self,
         num_tokens: int,
@@ -96,8 +102,11 @@ class Stand:
         sampling: Sampling,
         stop_tokens: tuple[int, ...],
     ) -> Active:
-        lane = len(self.actives)
         options = RequestOptions(max_tokens=num_tokens, sampling=sampling, stop_tokens=stop_tokens)
+        return self._entry(options, on_token)
+
+    def _entry(self, options: RequestOptions, on_token: Callable[[int], None] | None) -> Active:
+        lane = len(self.actives)
         request = Request(RequestId(1, lane), 3, options, on_token)
         attempt = AttemptId(1, lane, 1)
         active = self.actives[attempt] = Active(attempt, request, [1, 2, 3])
@@ -372,3 +381,37 @@ def test_a_step_is_recorded_for_those_in_it_and_as_a_neighbours_for_who_waits(
     stand.run(1)
     assert [lane for kind, lane in told if kind == "own"] == [0, 1]
     assert ("neighbour", waiting.attempt.counter) in told
+
+
+# Logprobs.
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+def test_every_token_has_its_logprobs_if_they_are_asked_for(logprobs: int | None) -> None:
+    """The first one included, which is chosen from the source's row."""
+    stand = Stand(1)
+    options = RequestOptions(max_tokens=4, logprobs=logprobs)
+    request = stand.begin(options, stand.decoder._row(0, 0))
+    stand.run(3)
+    assert request.outcome == "finished"
+    assert request.tokens == counted(0, 4)
+    if logprobs is None:
+        assert request.logprobs == []
+        return
+    assert len(request.logprobs) == 4
+    for token, (logprob, top) in zip(request.tokens, request.logprobs, strict=True):
+        assert len(top) == logprobs
+        assert top[:1] in ((), ((token, logprob),))
+
+
+def test_a_callback_finds_the_logprobs_of_its_token() -> None:
+    stand, told = Stand(1), list[tuple[int, int]]()
+    options = RequestOptions(max_tokens=3, logprobs=1)
+
+    def count(token: int) -> None:
+        told.append((token, request.logprobs[-1].top[0][0]))
+
+    request = stand.begin(options, stand.decoder._row(0, 0))
+    request.on_token = count
+    stand.run(2)
+    assert told == [(1, 1), (2, 2)]

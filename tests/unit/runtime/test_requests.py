@@ -12,7 +12,7 @@ from headrace.backends.replay import open as open_replay
 from headrace.errors import Refused
 from headrace.geometry import MAX_POSITIONS, Manifest
 from headrace.ids import RequestId
-from headrace.messages import MAX_ATTEMPTS, Route, Sampling
+from headrace.messages import MAX_ATTEMPTS, MAX_LOGPROBS, Route, Sampling
 from headrace.protocol.admission import FailurePolicy
 from headrace.runtime.requests import Request, RequestOptions
 
@@ -31,6 +31,8 @@ def source(**changes: Any) -> Manifest:
         {"route": "streamed", "group_layers": 99, "emission": "cache_groups"},
         {"max_tokens": 0, "hold": True, "deadline_s": 1.5},
         {"sampling": Sampling(temperature=0.5), "audit": True},
+        {"logprobs": 0},
+        {"logprobs": MAX_LOGPROBS, "sampling": Sampling(temperature=0.5)},
     ],
 )
 def test_what_makes_sense_passes(options: dict[str, Any]) -> None:
@@ -55,6 +57,10 @@ def test_what_makes_sense_passes(options: dict[str, Any]) -> None:
         ({"max_attempts": 0}, "max_attempts", "max_attempts is 0; it is a count from 1 to 16"),
         ({"max_attempts": MAX_ATTEMPTS + 1}, "max_attempts", "max_attempts is 17"),
         ({"max_attempts": None}, "max_attempts", "max_attempts is None"),
+        ({"logprobs": -1}, "logprobs", "logprobs is -1; it is a count from 0 to 20, or None"),
+        ({"logprobs": MAX_LOGPROBS + 1}, "logprobs", "logprobs is 21"),
+        ({"logprobs": True}, "logprobs", "logprobs is True"),
+        ({"logprobs": 1.0}, "logprobs", "logprobs is 1.0"),
     ],
 )
 def test_what_makes_none_is_refused_by_name(options: dict[str, Any], field: str, text: str) -> None:
@@ -104,7 +110,11 @@ def test_a_digest_needs_both_sides(side: str, route: Route) -> None:
 
 @pytest.mark.parametrize(
     ("options", "field"),
-    [({"sampling": Sampling(temperature=0.5)}, "temperature"), ({"audit": True}, "audit")],
+    [
+        ({"sampling": Sampling(temperature=0.5)}, "temperature"),
+        ({"audit": True}, "audit"),
+        ({"logprobs": 0}, "logprobs"),
+    ],
 )
 def test_what_needs_logits_is_refused_by_a_token_source(
     options: dict[str, Any], field: str

@@ -77,7 +77,9 @@ def test_long_prompts_stream_and_short_ones_stay_whole() -> None:
     assert (long.route, "no prefill measured" in long.reason) == ("streamed", True)
     short = choose.choose(SOURCE, plan_of(4), AUTO, BOTH).choice
     assert (short.route, "would gain less" in short.reason) == ("whole", True)
-    assert choose.statistics() == {"streamed": 1, "whole": 1}
+    assert (long.kind, short.kind) == ("predicted", "small-gain")
+    kinds = {"predicted": 1, "small-gain": 1}
+    assert choose.statistics() == {"auto": {"streamed": 1, "whole": 1}, "auto_kinds": kinds}
 
 
 def test_a_gain_that_drowns_in_the_prefill_is_not_worth_it() -> None:
@@ -99,10 +101,12 @@ def test_dear_messages_make_large_groups() -> None:
 
 def test_a_source_of_whole_results_and_an_empty_transfer_go_whole() -> None:
     choose = chooser()
-    assert "whole results only" in choose.choose(SOURCE, plan_of(9000), AUTO, ()).choice.reason
+    choice = choose.choose(SOURCE, plan_of(9000), AUTO, ()).choice
+    assert ("whole results only" in choice.reason, choice.kind) == (True, "whole-only")
     empty = plan_of(100)
     empty.nbytes = 0
-    assert "nothing to move" in choose.choose(SOURCE, empty, AUTO, BOTH).choice.reason
+    choice = choose.choose(SOURCE, empty, AUTO, BOTH).choice
+    assert ("nothing to move" in choice.reason, choice.kind) == (True, "nothing-to-move")
 
 
 def test_nothing_is_learned_before_somebody_asks_nor_from_odd_requests() -> None:
@@ -137,6 +141,7 @@ def test_a_machine_that_cannot_be_measured_sends_requests_whole() -> None:
     choice, expected_ns = choose.choose(SOURCE, plan_of(9000), AUTO, BOTH)
     assert (choice.route, expected_ns) == ("whole", 0.0)
     assert "could not be measured: no memory" in choice.reason
+    assert choice.kind == "not-measured"
 
 
 def serve_by_auto(
@@ -164,7 +169,7 @@ def test_the_whole_route_is_tried_once_to_be_measured() -> None:
     choose, plan = chooser(), plan_of(4000)
     taken = [serve_by_auto(choose, plan) for _ in range(10)]
     assert [choice.route for choice in taken] == ["streamed", "whole", *["streamed"] * 8]
-    assert "to be measured" in taken[1].reason
+    assert ("to be measured" in taken[1].reason, taken[1].kind) == (True, "trial")
 
 
 def test_an_owner_that_is_never_alone_does_not_try_for_ever() -> None:

@@ -19,7 +19,8 @@ from headrace.geometry import Full, Manifest, Sliding
 from headrace.ids import AttemptId
 from headrace.messages import Cancel, Incompatible
 from headrace.plan import slot_layout
-from headrace.runtime.worker import SourceHandle
+from headrace.process import TERMINATE_WAIT_S
+from headrace.runtime.worker import SourceHandle, close_together
 from headrace.testing.sinks import ask
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -303,3 +304,31 @@ def test_the_handshake_in_pieces() -> None:
             assert second.num_slots == first.num_slots
         finally:
             second.close()
+
+
+def test_sources_that_are_closed_together_share_one_grace() -> None:
+    """Two are stopped and have to be killed; the third ends in good order meanwhile."""
+    handles = [SourceHandle("replay", GEOMETRY, name=f"replay-{at}") for at in range(3)]
+    for handle in handles:
+        handle.start()
+    for handle in handles:
+        handle.attach(decoder_like(handle.manifest), CONTEXT, epoch=7)
+    for handle in handles[1:]:
+        os.kill(handle.pid, signal.SIGSTOP)
+    begun_s = time.monotonic()
+    close_together(handles, grace_s=1.0)
+    assert time.monotonic() - begun_s < 1.0 + TERMINATE_WAIT_S + 1.0
+    texts = [handle.exit_text() for handle in handles]
+    assert texts[0] == f"source replay-0 (pid {handles[0].pid}) died: exit status 0"
+    assert all("signal 9" in text for text in texts[1:])
+    assert [handle.running_pid for handle in handles] == [0, 0, 0]
+    close_together(handles)
+
+
+def test_a_source_is_called_by_its_name_and_so_is_the_next_one() -> None:
+    with started(name="left") as handle:
+        assert handle.respawn().name == "left"
+        assert handle.late_text().startswith("source left did not")
+        assert handle.running_pid == handle.pid
+    assert SourceHandle("replay", GEOMETRY).name == "replay"
+    assert SourceHandle("replay", GEOMETRY).running_pid == 0

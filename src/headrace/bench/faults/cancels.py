@@ -20,7 +20,7 @@ from typing import Any, Self
 from headrace.bench.faults.deaths import streaming
 from headrace.bench.faults.engines import EMULATED, LEGACY, STAMP, TELLING
 from headrace.bench.faults.pair import LANES, SLOTS, CycleFailed, Pair, Setting
-from headrace.runtime.config import OwnerConfig
+from headrace.runtime.config import OwnerConfig, SourceConfig
 from headrace.runtime.requests import Request, RequestOptions
 from headrace.runtime.router import OwnerClient
 
@@ -194,10 +194,12 @@ def _over_router(setting: Setting, cycles: int, rng: random.Random) -> Iterator[
                 "context": context,
                 "lanes": LANES,
             },
-            source=TELLING,
-            source_options={"engine": setting.source, "options": engine},
+            sources=(
+                SourceConfig(
+                    TELLING, {"engine": setting.source, "options": engine}, num_slots=SLOTS
+                ),
+            ),
             context=context,
-            num_slots=SLOTS,
         )
     )
     tokens = [1] * min(context, setting.max_prompt)

@@ -22,24 +22,22 @@ from headrace.bench.rows import Spread
 from headrace.cli.arguments import check_count, check_output, json_object
 from headrace.cli.bench.arguments import model_name
 from headrace.cli.bench.tables import open_rows, print_goals
-from headrace.cli.decoders import (
+from headrace.errors import Refused
+from headrace.runtime import elsewhere
+from headrace.runtime.pairs import (
+    TAKE_A_MODEL,
     WITH_A_MODEL,
     check_decoder,
-    interpreter_for_decoder,
-    is_fake,
-    options_of,
-)
-from headrace.cli.sources import (
-    TAKE_A_MODEL,
     check_source,
     dtype_for,
     interpreter_for,
+    interpreter_for_decoder,
     is_emulated,
+    is_fake,
     options_for,
+    options_of,
     pair_name,
 )
-from headrace.errors import Refused
-from headrace.runtime import elsewhere
 
 PACED: Final = "paced"
 MAX_RATE = 1e6

@@ -13,8 +13,8 @@ from headrace.bench.rows import spread
 from headrace.cli.arguments import check_count
 from headrace.cli.bench.arguments import model_name
 from headrace.cli.bench.tables import open_rows
-from headrace.cli.sources import interpreter_for
 from headrace.errors import Refused
+from headrace.runtime.pairs import interpreter_for
 
 _STAGES = ("first", "attention", "mid", "last")
 _PAIRS = ("emulated_torch", "emulated_float32", "torch_float32")

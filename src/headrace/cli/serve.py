@@ -1,0 +1,277 @@
+"""`headrace serve`: an OpenAI-compatible endpoint, by a config file or by flags."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+from cyclopts import Parameter
+
+from headrace.cli.arguments import check_count, json_object
+from headrace.engine.models import resolve
+from headrace.engine.text import max_positions_of
+from headrace.errors import BackendUnavailable, Refused
+from headrace.geometry import Emission
+from headrace.messages import OnFailure, PrefixAsked
+from headrace.runtime.pairs import flag_of
+from headrace.runtime.requests import ASKED_ROUTES
+from headrace.server.config import DecoderTable, ServeConfig
+from headrace.server.config_file import read_config
+
+NEEDED: Final = ("starlette", "uvicorn", "prometheus_client", "jinja2", "tokenizers")
+INSTALL: Final = "run: pip install 'headrace[server,cpu]'"
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+WITH_A_FILE: Final = ("config", "host", "port", "log_level", "log_json")
+"""The flags that go with --config, over what the file says."""
+
+_HTTP = ("host", "port", "api_key_file", "allow_open")
+_REQUESTS = ("route", "group_layers", "chunk", "emission", "on_failure", "prefix")
+_TELEMETRY = ("log_level", "log_json")
+_SOURCE = {
+    "source": "source",
+    "slots": "slots",
+    "threads": "threads",
+    "source_python": "python",
+    "emulate": "emulate",
+    "source_options": "options",
+}
+_DECODER = {
+    "model": "model",
+    "served_as": "served_as",
+    "decoder": "decoder",
+    "lanes": "lanes",
+    "context": "context",
+    "dtype": "dtype",
+    "threads": "threads",
+    "decode_batch": "decode_batch",
+    "prefetch_depth": "prefetch_depth",
+    "prefill_chunk": "prefill_chunk",
+    "decoder_python": "python",
+    "compiled": "compiled",
+    "decoder_options": "options",
+    "control": "control",
+}
+_PLACE = re.compile(
+    r"(decoders\[0\](\.sources\[0\])?|\b(http|requests|telemetry))\.(?P<key>[a-z_]+)\b"
+    r"|decoders\[0\](\.sources\[0\])?"
+)
+_OTHERWISE: Final = {
+    "decoders[0]": "--decoder",
+    "decoders[0].python": "--decoder-python",
+    "decoders[0].options": "--decoder-options",
+    "decoders[0].sources[0]": "--source",
+    "decoders[0].sources[0].python": "--source-python",
+    "decoders[0].sources[0].options": "--source-options",
+}
+_COUNTS = ("lanes", "context", "slots", "threads", "decode_batch", "group_layers")
+_MOST = {"lanes": 4096, "slots": 4096, "threads": 4096, "decode_batch": 256}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """The options of `headrace serve`; None = not given."""
+
+    config: Path | None = None
+    "A headrace.toml; `headrace config show` prints one to begin with."
+    host: str | None = None
+    "The address to listen at; by default 127.0.0.1."
+    port: int | None = None
+    "The port; 0 takes a free one. By default 8000."
+    model: str | None = None
+    "A built-in model, a directory, a GGUF file or a hub id."
+    served_as: Annotated[tuple[str, ...] | None, Parameter(negative="")] = None
+    "A name under which requests ask for it; may be given more than once."
+    source: str | None = None
+    "torch, cuda, rngd, replay or module:factory; by default torch."
+    slots: int | None = None
+    "Requests that the source may hold at once; by default 2."
+    source_python: str | None = None
+    "The interpreter of the source's own environment."
+    source_options: str | None = None
+    "More options of the source, as a JSON object."
+    emulate: Annotated[bool | None, Parameter(negative="")] = None
+    "Run the source's kernels on the CPU, with its vendor's own executor (rngd)."
+    decoder: str | None = None
+    "cpu, cuda, atom, null or module:factory; by default cpu."
+    lanes: int | None = None
+    "Active sequences of the decoder; by default 4, and atom has one."
+    context: int | None = None
+    "Positions that a lane and a slot hold; by default 2048, or the model's most if fewer."
+    decoder_python: str | None = None
+    "The interpreter of the decoder's own environment."
+    decoder_options: str | None = None
+    "More options of the decoder, as a JSON object."
+    compiled: str | None = None
+    "The directory of the compiled model, which atom needs beside --model."
+    dtype: str | None = None
+    "The weights' and the cache's dtype; by default float32, and bfloat16 with --source rngd."
+    threads: int | None = None
+    "torch threads of each process; by default 1."
+    decode_batch: int | None = None
+    "Sequences decoded in one forward; 1 = the exact mode."
+    prefetch_depth: int | None = None
+    "Requests that are prefilled while no lane is free; by default 1."
+    prefill_chunk: int | None = None
+    "Positions computed at once; 0 = all. It changes the numbers a little."
+    control: str | None = None
+    "Make a socket here, at which `headrace owner` asks what is held."
+    route: str | None = None
+    "whole, chunked, streamed or auto, for requests that name none; by default whole."
+    group_layers: int | None = None
+    "Layers of one layer group (streamed)."
+    chunk: int | None = None
+    "Positions of one transfer chunk; 0 = all, and 256 on the chunked route."
+    emission: Emission | None = None
+    "Layer groups of neighbours, or of one cache geometry."
+    on_failure: OnFailure | None = None
+    "When a source fails: fail, retry, or local (the owner)."
+    prefix: PrefixAsked | None = None
+    "Whether prompts are kept and gone on from: off, identical or shared."
+    api_key_file: str | None = None
+    "A file with one key a line; whoever sends none of them is refused."
+    allow_open: Annotated[bool | None, Parameter(negative="")] = None
+    "Listen beyond this host although nobody is asked for a key."
+    log_level: str | None = None
+    "debug, info, warning or error; by default info."
+    log_json: Annotated[bool | None, Parameter(negative="")] = None
+    "Log one JSON object a line."
+
+    def given(self) -> dict[str, Any]:
+        """The options that were given, by name."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+_DEFAULTS: Final = ServeOptions()
+
+
+def serve(options: Annotated[ServeOptions, Parameter(name="*")] = _DEFAULTS) -> int:
+    """Serve models over HTTP, as OpenAI's clients ask for them, until SIGTERM.
+
+    `headrace serve --model gemma3-270m` for one decoder with one source on this host, or
+    `headrace serve --config headrace.toml` for more.
+    """
+    given = options.given()
+    config = _of_file(given) if "config" in given else _of_flags(given)
+    _check_installed()
+    from headrace.server import serving
+
+    if "config" in given:
+        return serving.serve(config, _tell)
+    try:
+        return serving.serve(config, _tell)
+    except Refused as exc:
+        raise Refused(in_flags(str(exc)), field=exc.field) from exc
+    except BackendUnavailable as exc:
+        hint = in_flags(exc.hint)
+        raise BackendUnavailable(exc.vendor, exc.stage, exc.probe, exc.detail, hint) from exc
+
+
+def in_flags(text: str) -> str:
+    """A sentence about a config, with its keys as the flags that gave their values."""
+    return _PLACE.sub(lambda place: _OTHERWISE.get(place[0]) or flag_of(place["key"]), text)
+
+
+def _tell(line: str) -> None:
+    print(f"headrace: {line}", file=sys.stderr, flush=True)
+
+
+def _check_installed() -> None:
+    for name in NEEDED:
+        if find_spec(name) is None:
+            raise Refused(f"headrace serve needs {name}, which is not installed; {INSTALL}")
+
+
+def _of_file(given: dict[str, Any]) -> ServeConfig:
+    """The config of --config, with the flags that go over it."""
+    other = next((name for name in given if name not in WITH_A_FILE), None)
+    if other is not None:
+        raise Refused(
+            f"{flag_of(other)} does not go with --config; set it in the file, or leave --config "
+            "out",
+            field=other,
+        )
+    config = read_config(given["config"])
+    return _converted(
+        {
+            **msgspec.to_builtins(config),
+            "http": {**msgspec.to_builtins(config.http), **_taken(given, _HTTP)},
+            "telemetry": {**msgspec.to_builtins(config.telemetry), **_taken(given, _TELEMETRY)},
+        },
+        given,
+    )
+
+
+def _of_flags(given: dict[str, Any]) -> ServeConfig:
+    """A config of one decoder with one source."""
+    if "model" not in given:
+        raise Refused(
+            "give --model NAME, or --config FILE; `headrace models list` shows the models that "
+            "are built in, and `headrace config show` a file",
+            field="model",
+        )
+    given = dict(given)
+    for name in ("source_options", "decoder_options"):
+        if name in given:
+            given[name] = json_object(flag_of(name), given[name])
+    _check_values(given)
+    if "context" not in given:
+        given["context"] = _context_of(given["model"])
+    source = {key: given[name] for name, key in _SOURCE.items() if name in given}
+    decoder = {key: given[name] for name, key in _DECODER.items() if name in given}
+    return _converted(
+        {
+            "decoders": [{**decoder, "sources": [source]}],
+            "http": _taken(given, _HTTP),
+            "requests": _taken(given, _REQUESTS),
+            "telemetry": _taken(given, _TELEMETRY),
+        },
+        given,
+    )
+
+
+def _taken(given: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: given[name] for name in names if name in given}
+
+
+def _context_of(model: str) -> int:
+    """The default context, or the model's most if that is less."""
+    default = DecoderTable(model=model).context
+    try:
+        return min(default, max_positions_of(resolve(model)))
+    except (OSError, AttributeError, TypeError, ValueError):
+        return default  # the check of the model says what is wrong with its config
+
+
+def _check_values(given: dict[str, Any]) -> None:
+    """Refuse a number or a word that makes no sense, by its flag."""
+    for name in _COUNTS:
+        if name in given:
+            limit = {"limit": _MOST[name] + 1} if name in _MOST else {}
+            check_count(flag_of(name), given[name], **limit)
+    for name in ("prefetch_depth", "prefill_chunk", "chunk"):
+        if name in given:
+            check_count(flag_of(name), given[name], least=0)
+    if given.get("route", "whole") not in ASKED_ROUTES:
+        routes = ", ".join(ASKED_ROUTES)
+        raise Refused(f"unknown route {given['route']!r}; choose {routes}", field="route")
+
+
+def _converted(raw: dict[str, Any], given: dict[str, Any]) -> ServeConfig:
+    """The config of values that a file or flags gave; the flags of both are checked here."""
+    if "port" in given:
+        check_count("--port", given["port"], least=0, limit=65536)
+    if given.get("log_level", "info") not in LOG_LEVELS:
+        raise Refused(
+            f"unknown log level {given['log_level']!r}; choose {', '.join(LOG_LEVELS)}",
+            field="log_level",
+        )
+    try:
+        return msgspec.convert(raw, ServeConfig)
+    except msgspec.ValidationError as exc:  # a name of no or too many characters
+        raise Refused(f"the options cannot be served: {exc}") from exc

@@ -1,0 +1,140 @@
+"""From a body to what is asked of the owners: prompts as ids, options, deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from array import array
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast, get_args
+
+from headrace.errors import Refused
+from headrace.messages import AskedRoute
+from headrace.runtime.requests import RequestOptions
+from headrace.server.bodies import (
+    MAX_SEED,
+    Body,
+    ChatBody,
+    Prompt,
+    check_choices,
+    options_of,
+    seed_of_choice,
+)
+from headrace.server.config import ServeConfig
+from headrace.server.dispatch import Asked
+from headrace.server.models import ServedModel
+from headrace.server.terminals import Ending, Terminal
+
+LONG_TEXT = 1 << 13  # characters from which a prompt is encoded in a thread
+ROUTE_HEADER = "x-headrace-route"
+DEADLINE_HEADER = "x-headrace-deadline"
+
+
+async def asked_of(
+    request: int,
+    client: str,
+    body: Body,
+    model: ServedModel,
+    headers: Mapping[str, str],
+    config: ServeConfig,
+) -> Asked:
+    """What a good body asks for, choice by choice.
+
+    headers: those named above, where they were sent; the body's own fields outrank them.
+
+    Raises:
+        Ending: as INVALID, with the field at fault.
+    """
+    check_choices(body, config.requests.max_choices)
+    route = _route_of(headers)
+    deadline_s = body.deadline_s or _deadline_of(headers) or config.queue.deadline_s
+    prompts = await _prompts_of(body, model)
+    seed = secrets.randbelow(MAX_SEED) if body.seed is None else body.seed
+    asked: list[tuple[array[int], RequestOptions]] = []
+    for prompt in prompts:
+        max_tokens = _max_tokens(body, model, len(prompt), config)
+        for _ in range(body.n):
+            options = options_of(
+                body,
+                config.requests,
+                max_tokens=max_tokens,
+                seed=seed_of_choice(seed, len(asked)),
+                stop_tokens=model.codec.stop_tokens,
+                route=route,
+            )
+            options = replace(
+                options, trace=config.page.recent > 0, logprobs=body.num_logprobs, deadline_s=None
+            )
+            asked.append((prompt, options))
+    return Asked(
+        request,
+        client,
+        model.name,
+        [prompt for prompt, _ in asked],
+        [options for _, options in asked],
+        deadline_s,
+    )
+
+
+async def _prompts_of(body: Body, model: ServedModel) -> list[array[int]]:
+    if isinstance(body, ChatBody):
+        messages = [{"role": each.role, "content": each.content} for each in body.messages]
+        num_characters = sum(len(each.content) for each in body.messages)
+        try:
+            if num_characters < LONG_TEXT:
+                tokens = model.encode_chat(messages)
+            else:
+                tokens = await asyncio.to_thread(model.encode_chat, messages)
+        except Refused as exc:
+            raise Ending(Terminal.INVALID, str(exc), field=exc.field or "messages") from exc
+        model.check(tokens, "messages")
+        return [tokens]
+    return [await _ids_of(prompt, model) for prompt in body.prompts]
+
+
+async def _ids_of(prompt: Prompt, model: ServedModel) -> array[int]:
+    if not isinstance(prompt, str):
+        model.check(prompt, "prompt")
+        return array("I", prompt)
+    if len(prompt) < LONG_TEXT:
+        tokens = model.encode(prompt)
+    else:
+        tokens = await asyncio.to_thread(model.encode, prompt)
+    model.check(tokens, "prompt")
+    return tokens
+
+
+def _max_tokens(body: Body, model: ServedModel, num_tokens: int, config: ServeConfig) -> int:
+    asked = body.asked_max_tokens
+    chat = isinstance(body, ChatBody)
+    room = model.room(num_tokens, asked, "messages" if chat else "prompt")
+    if asked is None and not chat:
+        return min(room, config.requests.max_tokens)
+    return room
+
+
+def _route_of(headers: Mapping[str, str]) -> AskedRoute | None:
+    route = headers.get(ROUTE_HEADER, "")
+    if not route:
+        return None
+    if route not in get_args(AskedRoute):
+        known = ", ".join(get_args(AskedRoute))
+        text = f"the header {ROUTE_HEADER} is {route[:40]!r}; it is one of {known}"
+        raise Ending(Terminal.INVALID, text, field=ROUTE_HEADER)
+    return cast(AskedRoute, route)
+
+
+def _deadline_of(headers: Mapping[str, str]) -> float | None:
+    given = headers.get(DEADLINE_HEADER, "")
+    if not given:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= 1e9:
+        text = f"the header {DEADLINE_HEADER} is {given[:40]!r}; it is a time in seconds above 0"
+        raise Ending(Terminal.INVALID, text, field=DEADLINE_HEADER)
+    return seconds

@@ -1,0 +1,315 @@
+"""Whether a config can be served on this host, said before anything is started.
+
+What cannot be is refused in one sentence; what is odd and may be meant comes back as a warning.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
+
+from headrace.engine.capacity import MEMORY_MARGIN_NBYTES, available_nbytes, total_nbytes
+from headrace.engine.models import resolve
+from headrace.engine.text import max_positions_of
+from headrace.errors import Refused
+from headrace.runtime.config import SourceConfig, names_of
+from headrace.runtime.pairs import LANES, NULL
+from headrace.server.config import DecoderTable, HttpConfig, ServeConfig
+from headrace.server.config_file import decoder_names
+from headrace.server.owner_configs import OwnerStart, owner_config, request_options
+from headrace.server.sizes import Sizes, measured
+
+KEY_VARIABLE: Final = "HEADRACE_API_KEY"
+MAX_KEYS_NBYTES: Final = 1 << 16
+
+_HOST = re.compile(r"[A-Za-z0-9:.%_-]+")
+_CONTROL_NBYTES = 107  # what the kernel takes of a socket's path
+
+
+class CheckedDecoder(NamedTuple):
+    """A decoder that can be served. sizes: None where they are not known."""
+
+    name: str
+    table: DecoderTable
+    lanes: int
+    start: OwnerStart
+    sizes: Sizes | None
+
+
+class Checked(NamedTuple):
+    """What a config comes to. warnings: one sentence each."""
+
+    decoders: tuple[CheckedDecoder, ...]
+    warnings: tuple[str, ...]
+
+
+def check_config(config: ServeConfig) -> Checked:
+    """Look at all that a server is started with, and start nothing.
+
+    Raises:
+        Refused: something makes no sense, is missing, or does not fit this host.
+        BackendUnavailable: a vendor's environment is not there.
+    """
+    _check_http(config.http)
+    _check_telemetry(config)
+    _check_requests(config)
+    names = decoder_names(config.decoders)
+    _check_sources(config.decoders)
+    directories = _directories(config.decoders)
+    _check_served(config.decoders, directories)
+    starts = [
+        owner_config(table, config, directory, place=f"decoders[{index}]")
+        for index, (table, directory) in enumerate(zip(config.decoders, directories, strict=True))
+    ]
+    _check_controls(config.decoders)
+    lanes = [_lanes(start) for start in starts]
+    sizes = measured(list(zip(config.decoders, directories, strict=True)), lanes)
+    warnings = [
+        *_memory_warnings(config.decoders, lanes, sizes),
+        *_warnings(config),
+    ]
+    found = zip(names, config.decoders, lanes, starts, sizes, strict=True)
+    return Checked(tuple(CheckedDecoder(*each) for each in found), tuple(warnings))
+
+
+def check_key_file(path: Path, name: str) -> None:
+    """Refuse a file of keys that is missing, empty, or open to other users of this host.
+
+    Its group may read it, as secrets that a container is given can be; others may not.
+    """
+    try:
+        status = path.stat()
+        with path.open("rb") as file:
+            text = file.read(MAX_KEYS_NBYTES + 1)
+    except (OSError, ValueError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else "it is no path"
+        raise Refused(
+            f"{name} names a file that cannot be read ({why}); put one key a line into a file and "
+            "name that",
+            field="api_key_file",
+        ) from exc
+    if status.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise Refused(
+            f"{name} names a file that other users may read or write (mode "
+            f"{stat.S_IMODE(status.st_mode):04o}); run: chmod 600 on it",
+            field="api_key_file",
+        )
+    if len(text) > MAX_KEYS_NBYTES or not text.strip() or not text.isascii():
+        raise Refused(
+            f"{name} names a file that holds no keys; put one key a line into it, in ASCII",
+            field="api_key_file",
+        )
+
+
+def _check_http(http: HttpConfig) -> None:
+    if not _HOST.fullmatch(http.host):
+        raise Refused(
+            f"http.host is {http.host!r}; give an address or a name, without a scheme "
+            "and without a port",
+            field="host",
+        )
+    if http.api_key_file is not None:
+        check_key_file(Path(http.api_key_file), "http.api_key_file")
+    key = os.environ.get(KEY_VARIABLE)
+    if key is not None and not key.strip():
+        raise Refused(f"{KEY_VARIABLE} is set and empty; give it a key, or unset it")
+    if http.api_key_file is None and key is None and not _loopback(http.host):
+        if http.allow_open:
+            return
+        raise Refused(
+            f"http.host is {http.host} and nobody would be asked for a key; give "
+            f"http.api_key_file or {KEY_VARIABLE}, or say that it may be open with "
+            f"http.allow_open",
+            field="host",
+        )
+
+
+def _loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_telemetry(config: ServeConfig) -> None:
+    endpoint = config.telemetry.otlp_endpoint
+    if endpoint is None:
+        return
+    name = "telemetry.otlp_endpoint"
+    try:
+        parts = urlsplit(endpoint)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise Refused(f"{name} is no http or https address", field="otlp_endpoint")
+    if "@" in parts.netloc:
+        raise Refused(
+            f"{name} holds a user or a password; leave them out and put what the collector asks "
+            "for into OTEL_EXPORTER_OTLP_HEADERS",
+            field="otlp_endpoint",
+        )
+
+
+def _check_requests(config: ServeConfig) -> None:
+    try:
+        request_options(config.requests).check_values()
+    except Refused as exc:
+        place = f"requests.{exc.field}"
+        raise Refused(f"{place}: {exc}", field=exc.field) from exc
+
+
+def _check_sources(tables: Sequence[DecoderTable]) -> None:
+    for index, table in enumerate(tables):
+        named = (SourceConfig(each.source, {}, name=each.name or "") for each in table.sources)
+        try:
+            names_of(tuple(named))
+        except Refused as exc:
+            raise Refused(f"decoders[{index}]: {exc}", field=exc.field) from exc
+
+
+def _directories(tables: Sequence[DecoderTable]) -> list[Path]:
+    """Of each decoder's model, which must be here and hold the context."""
+    found = []
+    for index, table in enumerate(tables):
+        place = f"decoders[{index}].model"
+        try:
+            directory = resolve(table.model)
+            most = max_positions_of(directory)
+        except Refused as exc:
+            raise Refused(f"{place}: {exc}", field="model") from exc
+        except (OSError, AttributeError, TypeError, ValueError) as exc:
+            raise Refused(
+                f"{place}: {directory / 'config.json'} cannot be used ({exc}); save the model "
+                "there again",
+                field="model",
+            ) from exc
+        if table.context > most:
+            raise Refused(
+                f"decoders[{index}].context is {table.context}, and {table.model} "
+                f"holds {most} positions; give at most those",
+                field="context",
+            )
+        found.append(directory)
+    return found
+
+
+def _check_served(tables: Sequence[DecoderTable], directories: Sequence[Path]) -> None:
+    """One name may stand for several decoders, and for one model."""
+    by_name: dict[str, tuple[int, Path]] = {}
+    for index, (table, directory) in enumerate(zip(tables, directories, strict=True)):
+        served = table.served_as or (table.model,)
+        again = [name for name, count in Counter(served).items() if count > 1]
+        if again:
+            raise Refused(
+                f"decoders[{index}].served_as has {again[0]} twice; leave one out",
+                field="served_as",
+            )
+        for name in served:
+            first, other = by_name.setdefault(name, (index, directory))
+            if other.resolve() != directory.resolve():
+                raise Refused(
+                    f"decoders[{first}] and decoders[{index}] are both served as {name} and have "
+                    "different models; give one another name in served_as",
+                    field="served_as",
+                )
+
+
+def _check_controls(tables: Sequence[DecoderTable]) -> None:
+    seen: dict[Path, int] = {}
+    for index, table in enumerate(tables):
+        if table.control is None:
+            continue
+        name, path = f"decoders[{index}].control", Path(table.control).absolute()
+        if seen.setdefault(path, index) != index:
+            raise Refused(
+                f"{name} is that of decoders[{seen[path]}] too; give each its own", field="control"
+            )
+        if not path.parent.is_dir():
+            raise Refused(f"{name}: {path.parent} is not a directory; make it", field="control")
+        if len(os.fsencode(path)) > _CONTROL_NBYTES:
+            raise Refused(
+                f"{name} has more than {_CONTROL_NBYTES} bytes; give a shorter path",
+                field="control",
+            )
+        if path.exists() and not path.is_socket():
+            raise Refused(
+                f"{name}: {path} is there and no socket; name another path", field="control"
+            )
+
+
+def _lanes(start: OwnerStart) -> int:
+    """How many lanes a decoder is made with."""
+    lanes = start.config.decoder_options.get("lanes", 1)
+    return lanes if type(lanes) is int else LANES
+
+
+def _memory_warnings(
+    tables: Sequence[DecoderTable],
+    lanes: Sequence[int],
+    sizes: Sequence[Sizes | None],
+) -> list[str]:
+    """Refuse more lanes and slots than this host has memory for, at any time; warn of now."""
+    known = [each for each in sizes if each is not None]
+    total, available = total_nbytes(), available_nbytes()
+    if sum(each.reserved for each in known) + MEMORY_MARGIN_NBYTES > total:
+        places = [at for at, each in enumerate(sizes) if each is not None]
+        size, index = max(zip(known, places, strict=True), key=lambda pair: pair[0].reserved)
+        text = _too_much(tables[index], lanes[index], size, total)
+        raise Refused(f"decoders[{index}]: {text}", field="memory")
+    needed = sum(each.reserved + each.weights for each in known) + MEMORY_MARGIN_NBYTES
+    if needed > total:
+        return [
+            f"lanes, slots and weights take up to {_gb(needed)} and this host has {_gb(total)}: "
+            "a model may not load"
+        ]
+    if needed > available:
+        return [
+            f"lanes, slots and weights take up to {_gb(needed)} and {_gb(available)} are "
+            "available now"
+        ]
+    return []
+
+
+def _too_much(table: DecoderTable, lanes: int, size: Sizes, total: int) -> str:
+    slots = sum(each.slots for each in table.sources)
+    return (
+        f"{lanes} lanes of {_gb(size.lane)} and {slots} slots of {_gb(size.slot)} at "
+        f"{table.context} positions are {_gb(size.reserved)} here, and this host has "
+        f"{_gb(total)}; lower lanes, slots or context"
+    )
+
+
+def _warnings(config: ServeConfig) -> list[str]:
+    found = []
+    threads = sum(
+        table.threads + sum(each.threads for each in table.sources) for table in config.decoders
+    )
+    cores = len(os.sched_getaffinity(0))
+    if threads > cores:
+        found.append(
+            f"decoders and sources have {threads} threads in all and this host gives {cores} "
+            "cores: they slow each other down"
+        )
+    for index, table in enumerate(config.decoders):
+        if table.decoder == NULL:
+            found.append(
+                f"decoders[{index}].decoder is null, which decodes nothing: only "
+                "requests of max_tokens 0 are served"
+            )
+    if config.http.allow_open and not _loopback(config.http.host):
+        found.append(f"http.host is {config.http.host} and anybody may use it")
+    return found
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

@@ -1,0 +1,395 @@
+"""A decoder as it is served: its owner process, started again when it dies, and what runs on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from headrace.errors import HeadraceError, PeerDied, Refused, RemoteProtocolError, WouldBlock
+from headrace.messages import Ended, Events, FromOwner, Inspect, Inspected, Token, Up, Withdraw
+from headrace.runtime.config import OwnerConfig
+from headrace.runtime.owner_link import OwnerLink
+from headrace.runtime.requests import RequestOptions
+from headrace.runtime.supervisor import Restart, RestartPolicy, Supervisor
+from headrace.server import events
+from headrace.server.choices import Choice
+from headrace.server.terminals import Ending, Terminal
+
+_log = logging.getLogger("headrace.server")
+
+RECEIVED_AT_ONCE = 256  # messages of one owner, before others have their turn
+CLOSE_GRACE_S = 5.0
+_IN_SERVICE = "in service"
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSettings:
+    """What one decoder is served with.
+
+    prefill_chunk: positions that a source computes at once, 0 = all; part of the pairing.
+    look_every_s: how often its owner is asked what it holds. silence_s: how long it may leave that
+    unanswered before it is taken for stuck and ended. start_s: how long it may take to be ready.
+    pair: source and decoder, as figures of them are named.
+    """
+
+    name: str
+    models: tuple[str, ...]
+    owner: OwnerConfig
+    interpreter: str | None = None
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+    prefill_chunk: int = 0
+    look_every_s: float = 1.0
+    silence_s: float = 120.0
+    start_s: float = 900.0
+    pair: str = ""
+
+
+class ServedDecoder:
+    """One decoder and its owner, in the server's event loop.
+
+    `changed` is called whenever it may take more than before, or less; `over` when a choice that it
+    took had its end.
+    """
+
+    def __init__(
+        self,
+        settings: DecoderSettings,
+        told: events.Events,
+        changed: Callable[[], None],
+        over: Callable[[Choice], None],
+    ) -> None:
+        self.settings = settings
+        self.name = settings.name
+        self.state: events.DecoderState = "stopped"
+        self.reason = ""
+        self.mistake = False  # whether what ended it last was a user's mistake
+        self.up: Up | None = None
+        self.report: Inspected | None = None
+        self.incarnation = -1
+        self._told = told
+        self._changed = changed
+        self._over = over
+        self._supervisor = Supervisor(settings.name, settings.restart, time.monotonic_ns())
+        self._link: OwnerLink | None = None
+        self._running: dict[int, Choice] = {}
+        self._next_label = 0
+        self._outbox: deque[Callable[[], None]] = deque()
+        self._asked_ns: int | None = None  # since when an answer to Inspect is waited for
+        self._timers: list[asyncio.TimerHandle] = []
+        self._closings: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    # What it can take.
+
+    @property
+    def lanes(self) -> int:
+        """Lanes in service."""
+        if self.up is None:
+            return 0
+        report = self.report
+        apart = 0 if report is None else sum(each.state == "quarantined" for each in report.lanes)
+        return max(0, self.up.lanes - apart)
+
+    @property
+    def sources(self) -> int:
+        """Sources in service; all of them until the owner was first asked."""
+        if self.up is None:
+            return 0
+        if self.report is None:
+            return self.up.num_sources
+        return sum(each.state == _IN_SERVICE for each in self.report.sources)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a source and the owner can take work."""
+        return self.state == "ready" and self.lanes > 0 and self.sources > 0
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it serves nothing any more, whatever is waited for."""
+        return self.state in ("set aside", "stopped")
+
+    @property
+    def load(self) -> float:
+        """Choices that it holds, in lanes."""
+        return len(self._running) / max(1, self.lanes)
+
+    def has_room(self, num_tokens: int, long_from: int) -> bool:
+        """Whether it takes one more prompt of `num_tokens` positions.
+
+        Not more than its sources have slots for at once: who is next is decided in the queue.
+        Prompts of at least `long_from` positions (0: none is long) leave one of several lanes free.
+        """
+        up = self.up
+        if not self.ready or up is None:
+            return False
+        running = self._running.values()
+        slots = up.num_slots * self.sources // max(1, up.num_sources)
+        ahead = min(self.settings.owner.prefetch_depth, max(0, slots - 1))
+        if len(self._running) >= self.lanes + ahead:
+            return False
+        if sum(not each.begun for each in running) >= slots:
+            return False
+        if 0 < long_from <= num_tokens and self.lanes > 1:
+            return sum(each.job.num_prompt_tokens >= long_from for each in running) < self.lanes - 1
+        return True
+
+    def submit(self, choice: Choice) -> None:
+        """Take a choice: from now on it is the owner's."""
+        label = self._next_label
+        self._next_label += 1
+        self._running[label] = choice
+        choice.withdraw = lambda: self._withdraw(label)
+        now_ns = time.monotonic_ns()
+        self._told.tell(events.Dispatched(now_ns, choice.request, choice.index, self.name, label))
+        options = replace(choice.options, prefill_chunk=self.settings.prefill_chunk)
+        self._send(lambda link: self._submit(link, label, choice, options))
+
+    def _submit(self, link: OwnerLink, label: int, choice: Choice, options: RequestOptions) -> None:
+        if label not in self._running:
+            return  # withdrawn before it could be told
+        try:
+            link.submit(label, choice.prompt, options)
+        except Refused as exc:
+            del self._running[label]
+            self._fail(choice, Ending(Terminal.INVALID, str(exc), field=exc.field or None))
+            self._changed()
+
+    def _withdraw(self, label: int) -> None:
+        if label in self._running:
+            self._send(lambda link: link.send(Withdraw(label)))
+
+    # Its owner's life.
+
+    async def start(self) -> None:
+        """Start the owner; `state` tells when it is ready, and why not."""
+        self.incarnation += 1
+        self._enter("starting", "")
+        link = OwnerLink(self.settings.owner, interpreter=self.settings.interpreter)
+        try:
+            await asyncio.to_thread(link.check)
+            if self._stopping:
+                return
+            link.spawn()
+        except HeadraceError as exc:
+            self._lost(str(exc), mistake=isinstance(exc, Refused))
+            return
+        self._link = link
+        asyncio.get_running_loop().add_reader(link.fileno(), self._readable)
+        self._later(self.settings.start_s, self._too_late)
+
+    def _too_late(self) -> None:
+        if self.state == "starting":
+            self._lost(f"its owner was not ready within {self.settings.start_s:.0f} s")
+
+    async def stop(self, grace_s: float) -> None:
+        """End the owner, in good order if it does so within `grace_s`; all that runs fails."""
+        self._stopping = True
+        self._fail_all(Terminal.SHUTTING_DOWN, "the server is shutting down")
+        link = self._forget_link()
+        if link is not None:
+            grace_s = grace_s if link.ask_to_end() else 0.0
+            await asyncio.to_thread(link.close, grace_s)
+        if self._closings:
+            await asyncio.wait(self._closings)
+        if self.state != "stopped":
+            self._enter("stopped", "the server is shutting down")
+
+    def _readable(self) -> None:
+        for _ in range(RECEIVED_AT_ONCE):
+            link = self._link
+            if link is None:
+                return
+            try:
+                message = link.receive()
+            except WouldBlock:
+                return
+            except RemoteProtocolError as exc:
+                _log.error("the owner of %s sent what is no message: %s", self.name, exc)
+                continue
+            except PeerDied:
+                self._lost("its owner process died")
+                return
+            except HeadraceError as exc:
+                self._lost(str(exc), mistake=isinstance(exc, Refused))
+                return
+            self._hear(message)
+
+    def _hear(self, message: FromOwner) -> None:
+        match message:
+            case Up():
+                self.up = message
+                self._supervisor.entered(time.monotonic_ns())
+                self._enter("ready", "")
+                self._look()
+            case Token():
+                self._token(message)
+            case Events():
+                choice = self._running.get(message.label)
+                if choice is not None:
+                    source = message.lane == "source"
+                    kept = choice.source_intervals if source else choice.owner_intervals
+                    kept.extend(message.intervals)
+            case Ended():
+                self._end(message)
+            case Inspected():
+                self._asked_ns = None
+                self.report = message
+                now_ns = time.monotonic_ns()
+                self._told.tell(events.Looked(now_ns, self.name, self.incarnation, message))
+                self._changed()
+
+    def _token(self, token: Token) -> None:
+        choice = self._running.get(token.label)
+        if choice is None:
+            return
+        choice.came(token)
+        now_ns = time.monotonic_ns()
+        index = choice.num_tokens - 1
+        self._told.tell(events.Decoded(now_ns, choice.request, choice.index, index))
+        if index == 0:
+            self._changed()  # a slot is free
+
+    def _end(self, ended: Ended) -> None:
+        choice = self._running.pop(ended.label, None)
+        if choice is None:
+            return
+        if ended.outcome == "finished":
+            self._supervisor.served()
+        choice.end(ended)
+        self._tell_end(choice, ended)
+        self._over(choice)
+        if choice.failure is not None:
+            self._look()  # a source may be gone
+        self._changed()
+
+    def _tell_end(self, choice: Choice, ended: Ended) -> None:
+        self._told.tell(
+            events.ChoiceEnded(
+                time.monotonic_ns(),
+                choice.request,
+                choice.index,
+                self.name,
+                choice.num_tokens,
+                ended,
+                tuple(choice.source_intervals),
+                tuple(choice.owner_intervals),
+            )
+        )
+
+    def _lost(self, reason: str, *, mistake: bool = False) -> None:
+        """The owner is dead or has to be: all that ran on it fails, and it is started again."""
+        link = self._forget_link()
+        if link is not None:
+            self._close_apart(link)
+        self.mistake = mistake and self.incarnation == 0  # later it is what was lacking just then
+        self._fail_all(Terminal.OWNER_DIED, f"decoder {self.name}: {reason}")
+        decision = self._supervisor.died(reason, time.monotonic_ns())
+        if self._stopping:
+            self._enter("stopped", reason)
+        elif isinstance(decision, Restart) and not self.mistake:
+            self._enter("waiting", reason)
+            delay_s = max(0.0, decision.at_ns / 1e9 - time.monotonic())
+            self._later(delay_s, self._start_again)
+        else:
+            self._enter("set aside", reason)
+
+    def _start_again(self) -> None:
+        if not self._stopping:
+            task = asyncio.ensure_future(self.start())
+            self._closings.add(task)
+            task.add_done_callback(self._closings.discard)
+
+    def _close_apart(self, link: OwnerLink) -> None:
+        task = asyncio.ensure_future(asyncio.to_thread(_close, self.name, link))
+        self._closings.add(task)
+        task.add_done_callback(self._closings.discard)
+
+    def _forget_link(self) -> OwnerLink | None:
+        link, self._link = self._link, None
+        self.up = self.report = self._asked_ns = None
+        self._outbox.clear()
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        if link is not None:
+            loop = asyncio.get_running_loop()
+            with suppress(PeerDied):
+                loop.remove_reader(link.fileno())
+                loop.remove_writer(link.fileno())
+        return link
+
+    def _fail_all(self, terminal: Terminal, text: str) -> None:
+        running, self._running = self._running, {}
+        for choice in running.values():
+            self._fail(choice, Ending(terminal, text, retry_after_s=1.0))
+
+    def _fail(self, choice: Choice, failure: Ending) -> None:
+        choice.fail(failure)
+        self._over(choice)
+
+    def _enter(self, state: events.DecoderState, reason: str) -> None:
+        self.state, self.reason = state, reason
+        pid = 0 if self._link is None or self._link.pid is None else self._link.pid
+        now_ns = time.monotonic_ns()
+        self._told.tell(
+            events.DecoderChanged(now_ns, self.name, state, reason, self.incarnation, pid)
+        )
+        self._changed()
+
+    # What it is asked.
+
+    def _look(self) -> None:
+        """Ask the owner what it holds, now and again; one that does not answer is stuck."""
+        if self._link is None:
+            return
+        now_ns = time.monotonic_ns()
+        if self._asked_ns is None:
+            self._asked_ns = now_ns
+            self._send(lambda link: link.send(Inspect()))
+        elif now_ns - self._asked_ns > self.settings.silence_s * 1e9:
+            self._lost(f"its owner did not answer for {self.settings.silence_s:.0f} s")
+            return
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        self._later(self.settings.look_every_s, self._look)
+
+    def _later(self, delay_s: float, act: Callable[[], None]) -> None:
+        self._timers.append(asyncio.get_running_loop().call_later(delay_s, act))
+
+    def _send(self, send: Callable[[OwnerLink], None]) -> None:
+        """Send now, or in order as soon as there is room."""
+        link = self._link
+        if link is None:
+            return
+        self._outbox.append(lambda: send(link))
+        if len(self._outbox) == 1:
+            self._flush()
+
+    def _flush(self) -> None:
+        link = self._link
+        loop = asyncio.get_running_loop()
+        while link is not None and self._outbox:
+            try:
+                self._outbox[0]()
+            except WouldBlock:
+                loop.add_writer(link.fileno(), self._flush)
+                return
+            except PeerDied:
+                return  # `_readable` hears of it, after what it sent before
+            self._outbox.popleft()
+        if link is not None:
+            loop.remove_writer(link.fileno())
+
+
+def _close(name: str, link: OwnerLink) -> None:
+    try:
+        link.close()
+    except HeadraceError as exc:
+        _log.error("the owner of %s was not ended: %s", name, exc)

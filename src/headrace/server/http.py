@@ -1,0 +1,194 @@
+"""What every request goes through: its ids, its key, its limits, and how an error is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import math
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import msgspec
+from starlette.exceptions import HTTPException
+
+from headrace.server import events
+from headrace.server.terminals import Ending, Terminal
+
+_log = logging.getLogger("headrace.server")
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers: TypeAlias = list[tuple[bytes, bytes]]
+
+OPEN_PATHS: Final = frozenset({"/", "/page.css", "/page.js", "/health", "/ready"})
+"""What is served without a key: that the server is there, and a page without what it shows."""
+
+ENDPOINTS: Final[Mapping[str, events.Endpoint]] = {
+    "/v1/completions": "completions",
+    "/v1/chat/completions": "chat",
+    "/v1/models": "models",
+    "/tokenize": "tokenize",
+}
+
+BODY_WITHIN_S = 30.0
+_LABEL = re.compile(rb"[\x21-\x7e]{1,128}")
+_TRACEPARENT = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+class Front:
+    """The outermost part: header limit, API key, the request's ids, and a last catch for bugs.
+
+    It leaves in the scope's `state`: `label`, the client's X-Request-Id or one of ours;
+    `traceparent`, as it came if it is one, or ""; `client`, whose share of the queue it takes.
+    """
+
+    def __init__(
+        self, app: App, told: events.Events, *, keys: Sequence[str], max_header_bytes: int
+    ) -> None:
+        self._app = app
+        self._told = told
+        self._keys = [key.encode() for key in keys]
+        self._max_header_bytes = max_header_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":  # nothing is served there
+                await send({"type": "websocket.close", "code": 1008})
+            return
+        headers: Headers = scope["headers"]
+        label = header(headers, b"x-request-id")
+        if _LABEL.fullmatch(label) is None:
+            label = secrets.token_hex(12).encode()
+        traceparent = header(headers, b"traceparent")
+        if _TRACEPARENT.fullmatch(traceparent) is None:
+            traceparent = b""
+        state = scope.setdefault("state", {})
+        state["label"], state["traceparent"] = label.decode(), traceparent.decode()
+        scope["app"] = self  # so that the router raises what it does not serve
+        started = False
+
+        async def labelled(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", label)]
+            await send(message)
+
+        try:
+            self._check(scope, headers, state)
+            await self._app(scope, receive, labelled)
+        except Ending as exc:
+            self._tell(scope, exc)
+            await send_error(labelled, exc)
+        except HTTPException as exc:
+            await self._not_served(scope, labelled, exc)
+        except Exception:
+            _log.exception("%s %s failed", scope["method"], scope["path"])
+            if started:
+                raise
+            bug = Ending(Terminal.BUG, "a fault of this server; see its log")
+            self._tell(scope, bug)
+            await send_error(labelled, bug)
+
+    async def _not_served(self, scope: Scope, send: Send, exc: HTTPException) -> None:
+        where = f"{scope['method']} {scope['path']}"
+        ending = Ending(Terminal.UNKNOWN_PATH, f"{where[:200]} is not served here")
+        if exc.status_code == 405:
+            text = f"{where[:200]}: this path is served, and this method is not"
+            ending = Ending(Terminal.WRONG_METHOD, text)
+        self._tell(scope, ending)
+        await send_error(send, ending)
+
+    def _tell(self, scope: Scope, ending: Ending) -> None:
+        endpoint = ENDPOINTS.get(scope["path"], "other")
+        self._told.tell(
+            events.Rejected(
+                time.monotonic_ns(), endpoint, ending.terminal, ending.status, ending.text
+            )
+        )
+
+    def _check(self, scope: Scope, headers: Headers, state: dict[str, Any]) -> None:
+        nbytes = sum(len(name) + len(value) for name, value in headers) + len(scope["raw_path"])
+        if nbytes > self._max_header_bytes:
+            text = f"the headers have {nbytes} bytes and the limit is {self._max_header_bytes}"
+            raise Ending(Terminal.HEADERS_TOO_LARGE, text)
+        peer = scope.get("client")
+        state["client"] = peer[0] if peer else "local"
+        if not self._keys:
+            return
+        given = header(headers, b"authorization").removeprefix(b"Bearer ").strip()
+        same = [hmac.compare_digest(given, key) for key in self._keys]  # all, in equal time
+        if any(same):
+            state["client"] = f"key-{same.index(True) + 1}"
+        elif scope["path"] not in OPEN_PATHS:
+            raise Ending(Terminal.UNAUTHORIZED, "give an API key: Authorization: Bearer KEY")
+
+
+def header(headers: Headers, name: bytes) -> bytes:
+    """The value of the first header of that name, which is in lower case; b"" without one."""
+    return next((value for key, value in headers if key == name), b"")
+
+
+async def read_body(scope: Scope, receive: Receive, max_nbytes: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        Ending: it is larger than `max_nbytes`, does not come in time, or its client leaves.
+    """
+    length = header(scope["headers"], b"content-length")
+    if length.isdigit() and int(length[:20]) > max_nbytes:
+        raise _too_large(max_nbytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_WITHIN_S):
+            more = True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Ending(Terminal.CLIENT_LEFT, "the client left before its body was here")
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+                if len(body) > max_nbytes:
+                    raise _too_large(max_nbytes)
+    except TimeoutError:
+        text = f"the body did not come within {BODY_WITHIN_S:.0f} s"
+        raise Ending(Terminal.DEADLINE, text) from None
+    return bytes(body)
+
+
+def _too_large(max_nbytes: int) -> Ending:
+    return Ending(Terminal.TOO_LARGE, f"the body has more than {max_nbytes} bytes; send a shorter")
+
+
+async def send_json(
+    send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
+) -> None:
+    """A whole response of JSON."""
+    fixed = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Send, ending: Ending) -> None:
+    """A whole response that tells an error."""
+    headers: Headers = []
+    if ending.retry_after_s is not None:
+        headers.append((b"retry-after", str(max(1, math.ceil(ending.retry_after_s))).encode()))
+    if ending.terminal is Terminal.UNAUTHORIZED:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if ending.terminal is Terminal.TOO_LARGE:
+        headers.append((b"connection", b"close"))  # the rest of its body is not read
+    await send_json(send, ending.status, msgspec.json.encode(ending.body()), headers)
+
+
+async def until_left(receive: Receive) -> None:
+    """Return when the client has gone; its body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

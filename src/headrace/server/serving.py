@@ -1,0 +1,281 @@
+"""`headrace serve`, running: start the owners, serve until told to stop, drain, and end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from headrace.errors import Refused
+from headrace.runtime.log import configure
+from headrace.runtime.owner_link import OwnerFailed
+from headrace.server import events
+from headrace.server.answering import Answering
+from headrace.server.app import build
+from headrace.server.config import HttpConfig, ServeConfig
+from headrace.server.decoders import CLOSE_GRACE_S, ServedDecoder
+from headrace.server.dispatch import Dispatcher
+from headrace.server.http import App
+from headrace.server.metrics import Metrics
+from headrace.server.metrics_route import metrics_route
+from headrace.server.page_routes import routes as page_routes
+from headrace.server.prepared import Prepared, prepare
+from headrace.server.queue import FairQueue
+from headrace.server.recent import Recent
+
+_log = logging.getLogger("headrace.server")
+
+LAST_WORDS_S = 5.0  # for the responses of what was cut off at the end of a drain
+
+Told = Callable[[str], None]
+
+
+def serve(config: ServeConfig, told: Told) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status: 0 after a drain.
+
+    A second signal ends the drain. All is over `http.drain_timeout_s` + 15 s after the first.
+
+    Raises:
+        Refused: the config cannot be served here, in one sentence.
+    """
+    configure(config.telemetry.log_level, as_json=config.telemetry.log_json)
+    listening = listen(config.http)
+    with listening:
+        prepared = prepare(config)
+        host, port = listening.getsockname()[:2]
+        where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        return asyncio.run(_Serving(config, prepared, told).run(listening, where))
+
+
+def listen(http: HttpConfig) -> socket.socket:
+    """A socket bound to where the server is to listen.
+
+    Raises:
+        Refused: the port is in use, or the address is none of this host's.
+    """
+    try:
+        found = socket.getaddrinfo(
+            http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as exc:
+        raise Refused(f"http.host {http.host!r} is no address: {exc}", field="http.host") from exc
+    family, kind, proto, _, address = found[0]
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(min(http.max_connections, 2048))
+    except OSError as exc:
+        sock.close()
+        raise Refused(_bind_text(http, exc), field="http.port") from exc
+    return sock
+
+
+def _bind_text(http: HttpConfig, exc: OSError) -> str:
+    where = f"{http.host}:{http.port}"
+    if exc.errno == errno.EADDRINUSE:
+        return f"{where} is in use by another process; stop it or give another port"
+    if exc.errno == errno.EACCES:
+        return f"{where} may not be used by this user; give a port from 1024 up"
+    return (
+        f"{where} cannot be listened at: {os.strerror(exc.errno or 0)}; give another host or port"
+    )
+
+
+class _Uvicorn(uvicorn.Server):
+    """Without signal handlers of its own: who drains is decided here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Serving:
+    """One run of the server, from start to exit."""
+
+    def __init__(self, config: ServeConfig, prepared: Prepared, told: Told) -> None:
+        self._config = config
+        self._print = told
+        self._begun_s = time.monotonic()
+        self._told = events.Events()
+        self._metrics = Metrics(prepared.models, prepared.source_names)
+        self._recent = Recent(config.page)
+        self._spans = prepared.spans
+        for listener in (self._metrics.take, self._recent, self._log_event):
+            self._told.listen(listener)
+        if self._spans is not None:
+            self._told.listen(self._spans.take)
+        queue = FairQueue(
+            config.queue.max_requests, config.queue.max_bytes, patience=config.queue.patience
+        )
+        self._dispatcher = Dispatcher(queue, config.queue, self._told)
+        self._decoders = [
+            ServedDecoder(each, self._told, self._changed, self._dispatcher.finished)
+            for each in prepared.decoders
+        ]
+        self._dispatcher.serve(self._decoders)
+        self._models = prepared.models
+        self._answering = Answering(self._models, self._dispatcher, self._told, config)
+        self._keys = prepared.keys
+        self._warnings = prepared.warnings
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._was_ready = self._signalled = False
+        self._set_aside: list[tuple[ServedDecoder, str]] = []
+        self._where = ""
+
+    async def run(self, listening: socket.socket, where: str) -> int:
+        """Serve; returns the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._asked_to_stop)
+        http = _Uvicorn(self._uvicorn_config(self._app()))
+        self._where = where
+        serving = asyncio.ensure_future(http.serve(sockets=[listening]))
+        for warning in self._warnings:
+            self._print(f"warning: {warning}")
+        self._print(f"listening at {where}, {len(self._decoders)} decoder(s) to start")
+        try:
+            starting = [asyncio.ensure_future(each.start()) for each in self._decoders]
+            await asyncio.wait(
+                [serving, asyncio.ensure_future(self._stop.wait())],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            await self._drain()
+        finally:
+            for task in starting:
+                task.cancel()
+            await self._close(http, serving)
+        return self._status()
+
+    def _app(self) -> App:
+        more = [metrics_route(self._metrics)]
+        if self._config.page.enabled:
+            more += page_routes(self._recent, time.monotonic_ns)
+        return build(
+            self._answering,
+            self._told,
+            self._models,
+            self._decoders,
+            self._config.http,
+            keys=self._keys,
+            draining=lambda: self._dispatcher.draining,
+            more=more,
+        )
+
+    def _uvicorn_config(self, app: App) -> uvicorn.Config:
+        http = self._config.http
+        return uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            h11_max_incomplete_event_size=http.max_header_bytes + 4096,
+            limit_concurrency=http.max_connections,
+            timeout_keep_alive=max(1, int(http.keep_alive_s)),
+            timeout_graceful_shutdown=int(LAST_WORDS_S),
+        )
+
+    # What happens meanwhile.
+
+    def _changed(self) -> None:
+        self._dispatcher.look_soon()
+        aside = [each for each in self._decoders if each.state == "set aside"]
+        if len(aside) == len(self._decoders) or any(each.mistake for each in aside):
+            self._set_aside = [(each, each.reason) for each in aside]
+            self._stop.set()  # nothing is served any more, or not what was configured
+
+    def _asked_to_stop(self) -> None:
+        self._signalled = True
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    def _log_event(self, event: events.Event) -> None:
+        match event:
+            case events.DecoderChanged():
+                self._print(self._decoder_line(event))
+                self._say_when_ready()
+            case events.Answered():
+                _log.info(
+                    "request %d: %s %d%s",
+                    event.request,
+                    event.terminal.value,
+                    event.status,
+                    f": {event.reason}" if event.reason else "",
+                )
+            case events.Rejected():
+                _log.info("%s: %s %d: %s", event.endpoint, event.terminal.value, event.status,
+                          event.reason)  # fmt: skip
+
+    def _decoder_line(self, event: events.DecoderChanged) -> str:
+        decoder = next(each for each in self._decoders if each.name == event.decoder)
+        line = f"decoder {event.decoder}: {event.state}"
+        if event.state == "ready" and decoder.up is not None:
+            up = decoder.up
+            line += (
+                f", {up.lanes} lanes of {up.context} positions, {up.num_sources} source(s) with "
+                f"{up.num_slots} slots, after {time.monotonic() - self._begun_s:.1f} s"
+            )
+        elif event.state == "starting":
+            line += f" {decoder.settings.pair}, model {', '.join(decoder.settings.models)}"
+        elif event.reason:
+            line += f": {event.reason}"
+        return line
+
+    def _say_when_ready(self) -> None:
+        if not self._was_ready and any(each.ready for each in self._decoders):
+            self._was_ready = True
+            page = ", page at /" if self._config.page.enabled else ""
+            self._print(f"ready: {self._where}/v1{page}, metrics at /metrics")
+
+    # The end.
+
+    async def _drain(self) -> None:
+        """Take no more, and wait for what runs, as long as the config says."""
+        self._dispatcher.draining = True
+        if not self._answering.num_open:
+            return
+        timeout_s = self._config.http.drain_timeout_s
+        self._print(f"draining: {self._answering.num_open} request(s), at most {timeout_s:.0f} s")
+        hurry = asyncio.ensure_future(self._hurry.wait())
+        idle = asyncio.ensure_future(self._answering.until_idle())
+        await asyncio.wait([hurry, idle], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in (hurry, idle):
+            task.cancel()
+
+    async def _close(self, http: uvicorn.Server, serving: asyncio.Future[None]) -> None:
+        self._dispatcher.close()
+        await asyncio.gather(*(each.stop(CLOSE_GRACE_S) for each in self._decoders))
+        http.should_exit = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
+
+    def _status(self) -> int:
+        """0 after a drain that was asked for.
+
+        Raises:
+            Refused: a decoder cannot be served as the config says. OwnerFailed: none is left.
+        """
+        if self._signalled:
+            return 0
+        reasons = [f"decoder {each.name}: {each.reason}" for each in self._decoders if each.mistake]
+        if reasons:
+            raise Refused("; ".join(reasons))
+        raise OwnerFailed(
+            "no decoder is left: "
+            + "; ".join(f"{each.name}: {why}" for each, why in self._set_aside)
+        )
