@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-
-pytest.importorskip("starlette")
-uvicorn = pytest.importorskip("uvicorn")
-
+import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -29,6 +26,7 @@ from headrace.server.config import PageConfig
 from headrace.server.events import Event
 from headrace.server.page_routes import PUBLIC, routes
 from headrace.server.recent import Recent
+from headrace.server.terminals import Terminal
 from tests.e2e.devtools import BROWSER, NAMES, Browser, Tab, tab
 from tests.unit.server import page_scenes as scenes
 
@@ -82,8 +80,8 @@ class Served:
         """Those of whatever is told by now."""
 
         class Late(Recent):
-            snapshot = staticmethod(lambda now_ns: self.recent.snapshot(now_ns))  # type: ignore[assignment]
-            trace_of = staticmethod(lambda request: self.recent.trace_of(request))  # type: ignore[assignment]
+            snapshot = staticmethod(lambda now_ns: self.recent.snapshot(now_ns))
+            trace_of = staticmethod(lambda request: self.recent.trace_of(request))
 
         return routes(Late(PageConfig()), lambda: self.now_ns)
 
@@ -227,7 +225,7 @@ def test_texts_of_clients_are_shown_as_text(shown: Show) -> None:
     def scene() -> Iterator[Event]:
         yield from scenes.empty()
         yield scenes.arrived(1, label=evil)
-        yield from scenes.served(2, label=evil, terminal=scenes.Terminal.BUG, reason=evil)
+        yield from scenes.served(2, label=evil, terminal=Terminal.BUG, reason=evil)
 
     page = shown(scene)
     assert text_of(page, "#recent-rows").count(evil) == 2

@@ -17,7 +17,7 @@ from headrace.server.asking import DEADLINE_HEADER, ROUTE_HEADER, asked_of
 from headrace.server.bodies import Body, chat_of, completion_of
 from headrace.server.config import ServeConfig
 from headrace.server.dispatch import Asked, Dispatcher
-from headrace.server.http import Receive, Scope, Send, header, read_body, until_left
+from headrace.server.http import Receive, Scope, Send, header, read_body, send_error, until_left
 from headrace.server.models import ServedModel
 from headrace.server.responding import Responding
 from headrace.server.terminals import STATUS, Ending, Terminal

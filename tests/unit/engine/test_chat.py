@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ HEADERS = """
 {%- else %}
     {%- set system_message = '' %}
 {%- endif %}
-{{- '<|start|>system<|end|>\\n\\nToday: ' + strftime_now('%Y') + '\\n' + system_message + '<|eot|>' }}
+{{- '<|start|>system<|end|>\\n\\n' + strftime_now('%Y') + '\\n' + system_message + '<|eot|>' }}
 {%- for message in loop_messages %}
     {{- '<|start|>' + message['role'] + '<|end|>\\n\\n' + message['content'] | trim + '<|eot|>' }}
 {%- endfor %}
@@ -194,9 +193,8 @@ def test_a_prompt_has_an_end_in_length_and_time(
         less.setattr(chat, "MAX_RENDERED", 3889)
         with pytest.raises(Refused, match="over 3889 characters"):
             made.render([ASK])
-    ticks = count()
-    monkeypatch.setattr(chat.time, "monotonic", lambda: float(next(ticks)))
-    with pytest.raises(Refused, match="takes over 10 s"):
+    monkeypatch.setattr(chat, "MAX_RENDER_S", -1.0)  # which is over before it begins
+    with pytest.raises(Refused, match="takes over -1 s"):
         made.render([ASK])
 
 

@@ -268,7 +268,7 @@ def empty() -> Iterator[Event]:
     """A server that has just come up."""
     yield DecoderChanged(START, "cpu", "starting", "", 0, 4090)
     yield ready(START + SECOND)
-    yield looked(START + 2 * SECOND, report())
+    yield looked(START + 26 * SECOND, report())
 
 
 def busy() -> Iterator[Event]:

@@ -79,5 +79,5 @@ def test_any_value_is_read_as_it_was_written(value: Any) -> None:
 
 
 def test_what_toml_cannot_say_is_refused_by_its_key() -> None:
-    with pytest.raises(Refused, match="^b is None, which no TOML file can say"):
+    with pytest.raises(Refused, match=r"^b is None, which no TOML file can say"):
         toml_value({"a": [{"b": None}]})

@@ -30,10 +30,9 @@ function span(seconds) {
   const first = parts.findIndex(([, size]) => whole >= size);
   return parts
     .slice(first, first + 2)
-    .map(([unit, size], at) => {
-      const within = at === 0 ? whole : whole % parts[first][1];
-      return `${Math.floor(within / size)} ${unit}`;
-    })
+    .map(([unit, size], at) => [Math.floor((at ? whole % parts[first][1] : whole) / size), unit])
+    .filter(([count]) => count)
+    .map((each) => each.join(" "))
     .join(" ");
 }
 
@@ -420,6 +419,7 @@ const RECENT = makeRow([
 function recent(now) {
   byId("no-recent").hidden = now.ended.length > 0;
   byId("recent-table").hidden = now.ended.length === 0;
+  byId("recent-note").hidden = now.ended.length === 0;
   say(byId("recent-count"), now.ended.length ? String(now.ended.length) : "");
   sync(byId("recent-rows"), now.ended, (each) => each.request, RECENT, (node, each) => {
     const first = each.choices[0];
@@ -532,6 +532,7 @@ const EVIDENCE = {
 
 function swimlanes(now) {
   byId("no-lanes").hidden = now.drawings.length > 0;
+  byId("legend").hidden = now.drawings.length === 0;
   byId("lanes-note").hidden = now.drawings.length === 0;
   const used = new Set(now.drawings.flatMap((each) => [...each.source, ...each.owner].map((bar) => bar[0])));
   const marked = new Set(now.drawings.flatMap((each) => each.marks.map((mark) => mark[0])));
@@ -705,14 +706,15 @@ function show(now) {
   say(byId("clock"), now.clock);
   say(byId("up"), `Watched for ${span(now.up_s)}.`);
   byId("key-form").hidden = true;
-  byId("content").hidden = false;
+  byId("content").hidden = byId("sections").hidden = false;
+  byId("raw").hidden = Boolean(key());  // a link cannot carry it
   shownAt = new Date();
 }
 
 function askForKey() {
   const form = byId("key-form");
   if (key()) say(byId("key-says"), "This server refuses the API key that it was given.");
-  byId("content").hidden = true;
+  byId("content").hidden = byId("sections").hidden = byId("raw").hidden = true;
   live("", "waiting for an API key");
   if (form.hidden) {
     form.hidden = false;
