@@ -117,7 +117,7 @@ class Browser:
 class Tab:
     """One page of a browser, of its own storage."""
 
-    def __init__(self, browser: Browser, width: int, height: int, *, dark: bool = False) -> None:
+    def __init__(self, browser: Browser, width: int, height: int) -> None:
         self._browser = browser
         self._context = browser.call("Target.createBrowserContext")["browserContextId"]
         target = browser.call(
@@ -127,10 +127,16 @@ class Tab:
         self._session: str = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=1, mobile=False,
-        )  # fmt: skip
+        self.resize(width, height)
+        self.paint(dark=False)
+
+    def resize(self, width: int, height: int) -> None:
+        """Make it so many pixels wide, also where no window could be as narrow."""
+        size = {"width": width, "height": height}
+        self.call("Emulation.setDeviceMetricsOverride", **size, deviceScaleFactor=1, mobile=False)
+
+    def paint(self, *, dark: bool) -> None:
+        """As for someone who prefers dark, or light."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
@@ -181,6 +187,7 @@ class Tab:
 
     def said(self) -> list[str]:
         """What it wrote to its console, and what the browser complained of."""
+        self.tell("0")  # what it said before has come by then
         found = []
         for event in self._mine("Runtime.consoleAPICalled", "Runtime.exceptionThrown"):
             found.append(json.dumps(event["params"])[:400])
@@ -213,9 +220,9 @@ _KEYS: Final[dict[str, dict[str, Any]]] = {
 
 
 @contextmanager
-def tab(browser: Browser, width: int, height: int, *, dark: bool = False) -> Iterator[Tab]:
+def tab(browser: Browser, width: int, height: int) -> Iterator[Tab]:
     """A page that is closed afterwards."""
-    page = Tab(browser, width, height, dark=dark)
+    page = Tab(browser, width, height)
     try:
         yield page
     finally:

@@ -115,6 +115,7 @@ def server() -> Iterator[tuple[Served, str]]:
     served.close()
 
 
+SEEN_AGAIN: Final = "document.dispatchEvent(new Event('visibilitychange'))"  # it asks at once
 LIVE: Final = "document.getElementById('live')?.textContent === 'live'"
 
 
@@ -124,13 +125,21 @@ def text_of(page: Tab, selector: str) -> str:
     return text
 
 
-def keep(name: str, page: Tab) -> bytes:
-    """A screenshot, also kept if somebody wants it."""
-    pixels = page.shot()
+def keep(name: str, page: Tab) -> None:
+    """A screenshot, if somebody wants it."""
     folder = os.environ.get("HEADRACE_SCREENSHOTS")
     if folder:
-        (Path(folder) / f"serve-{name}.png").write_bytes(pixels)
-    return pixels
+        (Path(folder) / f"serve-{name}.png").write_bytes(page.shot())
+
+
+def check_on_a_phone(name: str, page: Tab) -> None:
+    """Nothing sticks out, and the page cannot be moved sideways."""
+    page.resize(*PHONE)
+    needed, wide = page.tell(
+        "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    )
+    assert needed == wide == PHONE[0]
+    keep(f"{name}-phone", page)
 
 
 @pytest.fixture
@@ -140,10 +149,10 @@ def shown(server: tuple[Served, str], browser: Browser) -> Iterator[Callable[...
     tabs: list[Tab] = []
 
     def show(
-        scene: Callable[[], Iterable[Event]], size: tuple[int, int] = WIDE, *, dark: bool = False
+        scene: Callable[[], Iterable[Event]],
     ) -> Tab:
         served.tell(scene(), scenes.START + 27 * scenes.SECOND)
-        page = Tab(browser, *size, dark=dark)
+        page = Tab(browser, *WIDE)
         tabs.append(page)
         page.open(url)
         page.until(LIVE)
@@ -167,11 +176,12 @@ def test_an_empty_server(shown: Show) -> None:
         assert word in text_of(page, "#content")
     assert page.tell("document.getElementById('alarms').hidden") is True
     assert "host clock" in text_of(page, "footer")
+    check_on_a_phone("empty", page)
 
 
 def test_a_busy_server(shown: Show) -> None:
     page = shown(scenes.busy)
-    light = keep("busy", page)
+    keep("busy", page)
     assert page.tell("document.querySelectorAll('#drawings svg').length") == 6
     assert page.tell("document.querySelectorAll('#drawings .mark.published').length") == 5
     opened = text_of(page, "#open-rows")
@@ -184,8 +194,14 @@ def test_a_busy_server(shown: Show) -> None:
     faults = text_of(page, "#fault-rows")
     for reason in ("deadline", "queue-full", "late"):
         assert reason in faults
-    dark = shown(scenes.busy, dark=True)
-    assert keep("busy-dark", dark) != light
+    look = "['body', '.cell', '#figures dd'].map((each) => { const style = getComputedStyle("
+    look += "document.querySelector(each)); return style.backgroundColor + style.color; })"
+    light = page.tell(look)
+    page.paint(dark=True)
+    assert all(one != other for one, other in zip(light, page.tell(look), strict=True))
+    keep("busy-dark", page)
+    page.paint(dark=False)
+    check_on_a_phone("busy", page)
 
 
 def test_a_source_that_is_set_aside(shown: Show) -> None:
@@ -194,6 +210,7 @@ def test_a_source_that_is_set_aside(shown: Show) -> None:
     assert f"source rngd of decoder cpu is set aside: {scenes.DEAD}" in text_of(page, "#alarms")
     assert "source-died" in text_of(page, "#fault-rows")
     assert "a source was set aside" in text_of(page, "#fault-rows")
+    check_on_a_phone("failed-source", page)
 
 
 def test_a_quarantined_slot_and_lane(shown: Show) -> None:
@@ -207,16 +224,30 @@ def test_a_quarantined_slot_and_lane(shown: Show) -> None:
     assert "41 s" in slot
     assert scenes.LOST in text_of(page, "#alarms")
     assert scenes.LOST in text_of(page, "#fault-rows")
+    check_on_a_phone("quarantined", page)
 
 
-@pytest.mark.parametrize("name", ["empty", "busy", "failed_source", "quarantined"])
-def test_nothing_sticks_out_on_a_phone(shown: Show, name: str) -> None:
-    page = shown(getattr(scenes, name), PHONE)
-    keep(f"phone-{name}", page)
-    needed, wide = page.tell(
-        "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
-    )
-    assert needed == wide == PHONE[0]
+def test_what_a_page_says_and_asks_for_would_be_seen(
+    server: tuple[Served, str], browser: Browser
+) -> None:
+    """And the policy of the page refuses scripts that are not its own, and other origins."""
+    served, url = server
+    served.tell(scenes.empty(), scenes.START + 27 * scenes.SECOND)
+    with tab(browser, *WIDE) as page:
+        page.open(url)
+        page.until(LIVE)
+        assert page.said() == []
+        assert {url, f"{url}page.css", f"{url}page.js", f"{url}status"} <= page.asked()
+        page.tell(
+            """console.error("a fault");
+            document.body.append(Object.assign(document.createElement("script"), { text: "x=1" }));
+            fetch("https://headrace.invalid/").catch(() => 0)"""
+        )
+        said = "".join(page.said())
+        assert "a fault" in said
+        assert "script" in said
+        assert "https://headrace.invalid/" in said
+        assert page.tell("typeof x") == "undefined"
 
 
 def test_texts_of_clients_are_shown_as_text(shown: Show) -> None:
@@ -269,6 +300,7 @@ def test_a_server_that_fails_is_told_and_asked_less_often(
         assert "Next try in 2 s" in text_of(page, "#live")
         assert "4 of 4 free" in text_of(page, "#decoders")
         served.faulty = False
+        page.tell(SEEN_AGAIN)
         page.until(LIVE)
 
 
@@ -305,7 +337,7 @@ def test_a_page_that_nobody_sees_asks_for_nothing(shown: Show, server: tuple[Ser
         document.dispatchEvent(new Event("visibilitychange"))"""
     )
     before = server[0].asked
-    page.tell("new Promise((done) => setTimeout(done, 1500))")
+    page.tell("new Promise((done) => setTimeout(done, 1200))")  # it would ask each second
     assert server[0].asked == before
     page.tell(
         """Object.defineProperty(document, "hidden", { value: false });

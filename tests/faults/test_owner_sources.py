@@ -131,9 +131,9 @@ def test_one_that_is_gone_for_good_says_why(tmp_path: Path) -> None:
     with running(config(gated(gate, name="a"), gated(gate, name="b"))) as client:
         pid = sources_of(client.inspect())["b"].pid
         os.kill(pid, signal.SIGKILL)
-        gone = sources_of(until(client, lambda r: sources_of(r)["b"].state == "gone"))["b"]
-        assert (gone.pid, gone.restarts) == (0, 0)
-        assert gone.reason == f"source b (pid {pid}) died: signal 9"
+        why = f"source b (pid {pid}) died: signal 9"  # before that: it closed its channel
+        gone = sources_of(until(client, lambda r: sources_of(r)["b"].reason == why))["b"]
+        assert (gone.state, gone.pid, gone.restarts) == ("gone", 0, 0)
         assert client.result(client.submit(prompt(1), PUBLISHED)).ended.outcome == "finished"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias
@@ -15,12 +16,15 @@ from typing import Literal, TypeAlias
 from headrace.server import events
 from headrace.server.asking import DEADLINE_HEADER, ROUTE_HEADER, asked_of
 from headrace.server.bodies import Body, chat_of, completion_of
+from headrace.server.budget import Budget, Held
 from headrace.server.config import ServeConfig
 from headrace.server.dispatch import Asked, Dispatcher
-from headrace.server.http import Receive, Scope, Send, header, read_body, send_error, until_left
+from headrace.server.http import BUG_TEXT, Receive, Scope, Send, header, read_body, until_left
 from headrace.server.models import ServedModel
 from headrace.server.responding import Responding
 from headrace.server.terminals import STATUS, Ending, Terminal
+
+_log = logging.getLogger("headrace.server")
 
 Kind: TypeAlias = Literal["completions", "chat"]
 
@@ -41,6 +45,7 @@ class Answering:
         self._dispatcher = dispatcher
         self._told = told
         self._config = config
+        self._budget = Budget(max(config.queue.max_bytes, config.http.max_body_bytes))
         self._requests = itertools.count(1)
         self._open = 0
         self._idle = asyncio.Event()
@@ -65,7 +70,19 @@ class Answering:
         Raises:
             Ending: it is refused before it was admitted, and nothing was sent.
         """
-        raw = await read_body(scope, receive, self._config.http.max_body_bytes)
+        with self._budget.of_one() as held:
+            asked, body, model = await self._read(kind, scope, receive, held)
+        news = asyncio.Event()
+        choices = self._dispatcher.admit(asked, news)
+        self._told.tell(_arrived(asked, kind, body, scope["state"]))
+        responding = Responding(asked.request, kind, body, model, choices, news, send)
+        await self._respond(responding, receive)
+
+    async def _read(
+        self, kind: Kind, scope: Scope, receive: Receive, held: Held
+    ) -> tuple[Asked, Body, ServedModel]:
+        """A request as it is asked for. Raises: Ending: it is refused."""
+        raw = await read_body(scope, receive, self._config.http.max_body_bytes, held)
         body = _BODIES[kind](raw)
         model = self._models.get(body.model)
         if model is None:
@@ -75,23 +92,21 @@ class Answering:
             name: header(scope["headers"], name.encode()).decode("latin-1")
             for name in (ROUTE_HEADER, DEADLINE_HEADER)
         }
-        state = scope["state"]
-        asked = await asked_of(
-            next(self._requests), state["client"], body, model, headers, self._config
-        )
-        news = asyncio.Event()
-        choices = self._dispatcher.admit(asked, news)
-        self._told.tell(_arrived(asked, kind, body, state))
-        responding = Responding(asked.request, kind, body, model, choices, news, send)
-        await self._respond(responding, receive)
+        client = scope["state"]["client"]
+        number = next(self._requests)
+        asked = await asked_of(number, client, body, model, headers, self._config)
+        return asked, body, model
 
     async def _respond(self, responding: Responding, receive: Receive) -> None:
         """Tell the request's one terminal, whatever happens."""
         self._open += 1
         self._idle.clear()
-        ending = Ending(Terminal.BUG, "a fault of this server; see its log")
+        ending = Ending(Terminal.BUG, BUG_TEXT)
         try:
             ending = await self._outcome(responding, receive)
+        except asyncio.CancelledError:
+            ending = Ending(Terminal.SHUTTING_DOWN, "the server ended before it")
+            raise
         finally:
             responding.drop()
             self._told.tell(
@@ -115,12 +130,14 @@ class Answering:
             await asyncio.wait({answer, left}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 return Ending(Terminal.CLIENT_LEFT, "its client left")
-            try:
-                answer.result()
-            except Ending as exc:
-                await responding.fail(exc)
-                return exc
-            return Ending(Terminal.FINISHED, "")
+            failure = answer.exception()
+            if failure is None:
+                return Ending(Terminal.FINISHED, "")
+            if not isinstance(failure, Ending):
+                _log.error("request %d failed", responding.request, exc_info=failure)
+                failure = Ending(Terminal.BUG, BUG_TEXT)
+            await responding.fail(failure)
+            return failure
         finally:
             for task in (answer, left):
                 task.cancel()

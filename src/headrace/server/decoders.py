@@ -25,6 +25,7 @@ _log = logging.getLogger("headrace.server")
 RECEIVED_AT_ONCE = 256  # messages of one owner, before others have their turn
 CLOSE_GRACE_S = 5.0
 _IN_SERVICE = "in service"
+_FOR_GOOD = ("set aside", "gone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,15 @@ class ServedDecoder:
     @property
     def hopeless(self) -> bool:
         """Whether it serves nothing any more, whatever is waited for."""
-        return self.state in ("set aside", "stopped")
+        if self.state in ("set aside", "stopped"):
+            return True
+        return self.state == "ready" and (self.lanes == 0 or self._sources_gone())
+
+    def _sources_gone(self) -> bool:
+        """Whether no source of its can come back, and the owner computes nothing by itself."""
+        if self.report is None or self.settings.owner.local:
+            return False
+        return all(each.state in _FOR_GOOD for each in self.report.sources)
 
     @property
     def load(self) -> float:
@@ -242,6 +251,8 @@ class ServedDecoder:
                 self.report = message
                 now_ns = time.monotonic_ns()
                 self._told.tell(events.Looked(now_ns, self.name, self.incarnation, message))
+                if self._sources_gone() and not self._running:
+                    self._lost(f"no source is left: {message.sources[0].reason}")
                 self._changed()
 
     def _token(self, token: Token) -> None:

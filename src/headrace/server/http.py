@@ -16,6 +16,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 
 from headrace.server import events
+from headrace.server.budget import Held
 from headrace.server.terminals import Ending, Terminal
 
 _log = logging.getLogger("headrace.server")
@@ -38,6 +39,7 @@ ENDPOINTS: Final[Mapping[str, events.Endpoint]] = {
 }
 
 BODY_WITHIN_S = 30.0
+BUG_TEXT = "a fault of this server; see its log"
 _LABEL = re.compile(rb"[\x21-\x7e]{1,128}")
 _TRACEPARENT = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -93,7 +95,7 @@ class Front:
             _log.exception("%s %s failed", scope["method"], scope["path"])
             if started:
                 raise
-            bug = Ending(Terminal.BUG, "a fault of this server; see its log")
+            bug = Ending(Terminal.BUG, BUG_TEXT)
             self._tell(scope, bug)
             await send_error(labelled, bug)
 
@@ -136,11 +138,12 @@ def header(headers: Headers, name: bytes) -> bytes:
     return next((value for key, value in headers if key == name), b"")
 
 
-async def read_body(scope: Scope, receive: Receive, max_nbytes: int) -> bytes:
-    """The whole body.
+async def read_body(scope: Scope, receive: Receive, max_nbytes: int, held: Held) -> bytes:
+    """The whole body, whose bytes are held from when they come.
 
     Raises:
-        Ending: it is larger than `max_nbytes`, does not come in time, or its client leaves.
+        Ending: it is larger than `max_nbytes`, too much is held already, it does not come in time,
+        or its client leaves.
     """
     length = header(scope["headers"], b"content-length")
     if length.isdigit() and int(length[:20]) > max_nbytes:
@@ -153,10 +156,12 @@ async def read_body(scope: Scope, receive: Receive, max_nbytes: int) -> bytes:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise Ending(Terminal.CLIENT_LEFT, "the client left before its body was here")
-                body += message.get("body", b"")
-                more = message.get("more_body", False)
-                if len(body) > max_nbytes:
+                piece = message.get("body", b"")
+                if len(body) + len(piece) > max_nbytes:
                     raise _too_large(max_nbytes)
+                held.grow(len(piece))
+                body += piece
+                more = message.get("more_body", False)
     except TimeoutError:
         text = f"the body did not come within {BODY_WITHIN_S:.0f} s"
         raise Ending(Terminal.DEADLINE, text) from None

@@ -123,7 +123,7 @@ class Instruments:
         )
         self.time_per_token = self._histogram(
             "request_time_per_output_token_seconds",
-            "Mean time per token after the first, of each choice that finished.",
+            "Mean time per token after the first, of each choice that an owner ended.",
             _TOKEN_TIME,
             model,
         )

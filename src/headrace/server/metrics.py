@@ -163,8 +163,7 @@ class Metrics:
         if event.terminal is not Terminal.FINISHED:
             return
         self._on.e2e.labels(model).observe((event.at_ns - record.arrived.at_ns) * _S)
-        ended = [each.ended for each in record.choices.values() if each.ended is not None]
-        self._on.generated_length.labels(model).observe(sum(each.num_tokens for each in ended))
+        self._on.generated_length.labels(model).observe(record.num_tokens)
 
     def _rejected(self, event: Rejected) -> None:
         self._count_request(event.endpoint, event.terminal, event.status)
@@ -195,11 +194,11 @@ class Metrics:
             self._measured(decoder, route, ended.measured, local=local)
             self._count_prompt(event, record, local=local)
         choice = None if record is None else record.choices.get(event.choice)
-        if choice is not None and ended.outcome == "finished" and event.num_tokens > 1:
+        if choice is not None and choice.num_tokens > 1:
             took_s = (choice.last_token_ns - choice.first_token_ns) * _S
             model = self._model(record)
             on.decode_time.labels(model).observe(took_s)
-            on.time_per_token.labels(model).observe(took_s / (event.num_tokens - 1))
+            on.time_per_token.labels(model).observe(took_s / (choice.num_tokens - 1))
 
     def _count_fallbacks(self, decoder: str, followed: int, *, local: bool) -> None:
         retries = followed
@@ -335,6 +334,6 @@ def _finished_reason(record: RequestRecord, terminal: Terminal) -> str:
         return "abort"
     if terminal is not Terminal.FINISHED:
         return "error"
-    ended = [each.ended for each in record.choices.values() if each.ended is not None]
     most = record.arrived.max_tokens
-    return "length" if any(each.num_tokens >= most for each in ended) else "stop"
+    long = any(choice.num_tokens >= most for choice in record.choices.values())
+    return "length" if long else "stop"

@@ -28,6 +28,7 @@ class ChoiceRecord:
     dispatched: Dispatched
     first_token_ns: int = 0
     last_token_ns: int = 0
+    num_tokens: int = 0
     ended: ChoiceEnded | None = None
 
 
@@ -40,6 +41,11 @@ class RequestRecord:
     out: set[int] = field(default_factory=set)
     first_token_ns: int = 0
     answered: Answered | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that came, of all choices."""
+        return sum(choice.num_tokens for choice in self.choices.values())
 
     @property
     def over(self) -> bool:
@@ -100,6 +106,7 @@ class Ongoing:
                 choice.ended = event
                 record.out.discard(event.choice)
             else:
+                choice.num_tokens += 1
                 choice.first_token_ns = choice.first_token_ns or event.at_ns
                 choice.last_token_ns = event.at_ns
                 record.first_token_ns = record.first_token_ns or event.at_ns

@@ -211,7 +211,6 @@ class OtelSpans:
 
 def _request_attributes(record: RequestRecord, operation: str, answered: Answered) -> Attributes:
     arrived = record.arrived
-    ended = [each.ended for each in record.choices.values() if each.ended is not None]
     found: Attributes = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "headrace",
@@ -219,7 +218,7 @@ def _request_attributes(record: RequestRecord, operation: str, answered: Answere
         "gen_ai.request.max_tokens": arrived.max_tokens,
         "gen_ai.request.stream": arrived.stream,
         "gen_ai.usage.input_tokens": arrived.num_prompt_tokens,
-        "gen_ai.usage.output_tokens": sum(each.num_tokens for each in ended),
+        "gen_ai.usage.output_tokens": record.num_tokens,
         "http.response.status_code": answered.status,
         "http.route": _PATHS.get(arrived.endpoint, arrived.endpoint),
         "headrace.request": arrived.request,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from typing import Literal, TypeAlias
 
 from msgspec import UNSET, UnsetType
@@ -62,11 +63,11 @@ class Responding:
         """Tell why it ended: by a status before the first token, else by an event."""
         if ending.terminal is Terminal.CLIENT_LEFT and self.started:
             return
-        if not self.started:
-            self.started = True
-            await self._within(send_error(self._send, ending))
-        else:
-            await self._event(replies.event_of(ending.body()), last=True)
+        with suppress(Ending):  # nobody reads it
+            if self.started:
+                await self._event(replies.event_of(ending.body()), last=True)
+            else:
+                await self._within(send_error(self._send, ending))
 
     def drop(self) -> None:
         """Nobody wants more of it."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from headrace.errors import Refused
 from headrace.server import replies
 from headrace.server.bodies import TokenizeBody, tokenize_of
+from headrace.server.budget import Budget
 from headrace.server.http import Receive, Scope, Send, read_body, send_json
 from headrace.server.models import ServedModel
 from headrace.server.terminals import Ending, Terminal
@@ -20,15 +21,17 @@ class Tokenizing:
     def __init__(self, models: Mapping[str, ServedModel], max_body_nbytes: int) -> None:
         self._models = models
         self._max_body_nbytes = max_body_nbytes
+        self._budget = Budget(4 * max_body_nbytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raw = await read_body(scope, receive, self._max_body_nbytes)
-        body = tokenize_of(raw)
-        model = self._model_of(body)
-        try:
-            tokens = await asyncio.to_thread(_ids, body, model)
-        except Refused as exc:
-            raise Ending(Terminal.INVALID, str(exc), field=exc.field or None) from exc
+        with self._budget.of_one() as held:
+            raw = await read_body(scope, receive, self._max_body_nbytes, held)
+            body = tokenize_of(raw)
+            model = self._model_of(body)
+            try:
+                tokens = await asyncio.to_thread(_ids, body, model)
+            except Refused as exc:
+                raise Ending(Terminal.INVALID, str(exc), field=exc.field or None) from exc
         told = None
         if body.return_token_strs:
             told = [model.codec.decode([each]) for each in tokens]

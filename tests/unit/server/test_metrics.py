@@ -131,11 +131,14 @@ def test_a_request_waits_then_runs_then_is_gone() -> None:
     ],
 )
 def test_why_a_request_ended(terminal: Terminal, num_tokens: int, reason: str) -> None:
-    ended = on.choice_ended(num_tokens=num_tokens)
-    metrics = told([on.arrived(), on.dispatched(), ended, on.answered(terminal=terminal)])
+    tokens = [on.decoded(140 + index, index) for index in range(num_tokens)]
+    answered = on.answered(terminal=terminal)  # before the owner heard that a stop text was found
+    metrics = told([on.arrived(), on.dispatched(), *tokens, answered, on.choice_ended()])
     for each in label_words.FINISHED_REASONS:
         found = value(metrics, "request_success_total", model_name=MODEL, finished_reason=each)
         assert found == (each == reason)
+    tokens_told = value(metrics, "request_generation_tokens_sum", model_name=MODEL)
+    assert tokens_told == (num_tokens if terminal is Terminal.FINISHED else None)
     count = value(metrics, "e2e_request_latency_seconds_count", model_name=MODEL)
     assert count == (1 if terminal is Terminal.FINISHED else None)
 
