@@ -136,6 +136,7 @@ class Answering:
             if not isinstance(failure, Ending):
                 _log.error("request %d failed", responding.request, exc_info=failure)
                 failure = Ending(Terminal.BUG, BUG_TEXT)
+            responding.drop()  # before it is told, which takes as long as its client reads
             await responding.fail(failure)
             return failure
         finally:

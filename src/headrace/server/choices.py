@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from headrace.messages import Ended, Interval, Token
+from headrace.runtime.lanes import LOCAL_GRANT
 from headrace.runtime.requests import RequestOptions
 from headrace.server.queue import Job
 from headrace.server.terminals import Ending, Terminal, terminal_of
@@ -62,9 +63,12 @@ class Choice:
 
     @property
     def num_transferred(self) -> int:
-        """Positions whose cells a source sent, once it is over."""
+        """Positions whose cells a source sent, once it is over; of a local prefill if traced, 0."""
         reuse = None if self.ended is None else self.ended.reuse
         if self.ended is None or (reuse is not None and reuse.remainder == "owner"):
+            return 0
+        granted = [each.name for each in self.owner_intervals if each.kind == "granted"]
+        if granted and granted[-1] == LOCAL_GRANT:
             return 0
         return self.job.num_prompt_tokens - self.num_cached
 

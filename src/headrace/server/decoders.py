@@ -121,7 +121,8 @@ class ServedDecoder:
         """Whether no source of its can come back, and the owner computes nothing by itself."""
         if self.report is None or self.settings.owner.local:
             return False
-        return all(each.state in _FOR_GOOD for each in self.report.sources)
+        sources = self.report.sources
+        return bool(sources) and all(each.state in _FOR_GOOD for each in sources)
 
     @property
     def load(self) -> float:
@@ -164,9 +165,12 @@ class ServedDecoder:
             return  # withdrawn before it could be told
         try:
             link.submit(label, choice.prompt, options)
-        except Refused as exc:
+        except (WouldBlock, PeerDied):
+            raise
+        except HeadraceError as exc:  # the others behind it go on
             del self._running[label]
-            self._fail(choice, Ending(Terminal.INVALID, str(exc), field=exc.field or None))
+            terminal, field = _fault_of(exc)
+            self._fail(choice, Ending(terminal, str(exc), field=field))
             self._changed()
 
     def _withdraw(self, label: int) -> None:
@@ -203,7 +207,7 @@ class ServedDecoder:
         link = self._forget_link()
         if link is not None:
             grace_s = grace_s if link.ask_to_end() else 0.0
-            await asyncio.to_thread(link.close, grace_s)
+            await asyncio.to_thread(_close, self.name, link, grace_s)
         if self._closings:
             await asyncio.wait(self._closings)
         if self.state != "stopped":
@@ -295,10 +299,11 @@ class ServedDecoder:
 
     def _lost(self, reason: str, *, mistake: bool = False) -> None:
         """The owner is dead or has to be: all that ran on it fails, and it is started again."""
+        first = self.incarnation == 0 and self.state == "starting"
         link = self._forget_link()
         if link is not None:
             self._close_apart(link)
-        self.mistake = mistake and self.incarnation == 0  # later it is what was lacking just then
+        self.mistake = mistake and first  # later it is what was lacking just then
         self._fail_all(Terminal.OWNER_DIED, f"decoder {self.name}: {reason}")
         decision = self._supervisor.died(reason, time.monotonic_ns())
         if self._stopping:
@@ -399,8 +404,15 @@ class ServedDecoder:
             loop.remove_writer(link.fileno())
 
 
-def _close(name: str, link: OwnerLink) -> None:
+def _fault_of(exc: HeadraceError) -> tuple[Terminal, str | None]:
+    """What is no fault of an option's value is one of ours, or this host lacks something."""
+    if not isinstance(exc, Refused):
+        return Terminal.BUG, None
+    return (Terminal.INVALID, exc.field) if exc.field else (Terminal.NOT_READY, None)
+
+
+def _close(name: str, link: OwnerLink, grace_s: float = 0.0) -> None:
     try:
-        link.close()
+        link.close(grace_s)
     except HeadraceError as exc:
         _log.error("the owner of %s was not ended: %s", name, exc)

@@ -81,7 +81,7 @@ def open_model(name: str, directory: Path, context: int) -> ServedModel:
     try:
         config = json.loads((directory / "config.json").read_text())
         vocab_size = int(config.get("text_config", config)["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise Refused(f"{directory / 'config.json'} does not tell the vocabulary: {exc}") from exc
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=6)
     return ServedModel(

@@ -85,9 +85,10 @@ class OtelSpans:
         self._closed = False
 
     def take(self, event: Event) -> None:
-        """Hear one event; a listener of `Events`."""
-        for record in self._ongoing.take(event):
-            self._tell(record)
+        """Hear one event; a listener of `Events`. None is heard once it is closed."""
+        if not self._closed:
+            for record in self._ongoing.take(event):
+                self._tell(record)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Send what is left, within `timeout_s`; the rest is dropped. Idempotent."""

@@ -38,6 +38,7 @@ class Responding:
     ) -> None:
         self.request = request
         self.started = False
+        self._left = False
         self._chat = kind == "chat"
         self._body = body
         self._news = news
@@ -61,7 +62,7 @@ class Responding:
 
     async def fail(self, ending: Ending) -> None:
         """Tell why it ended: by a status before the first token, else by an event."""
-        if ending.terminal is Terminal.CLIENT_LEFT and self.started:
+        if self._left:
             return
         with suppress(Ending):  # nobody reads it
             if self.started:
@@ -85,6 +86,7 @@ class Responding:
                     told.append(piece)
             if not all(saying.finished for saying in self._sayings):
                 await self._news.wait()
+        await self._until_over()
         body = replies.json_of(self._reply(pieces))
         self.started = True
         await self._within(send_json(self._send, 200, body))
@@ -129,6 +131,7 @@ class Responding:
                 await self._news.wait()
         last = b""
         if self._body.streams_usage:
+            await self._until_over()
             usage = self._usage()
             make = replies.chat_chunk if self._chat else replies.completion
             last = replies.event_of(make(self._head, (), usage))
@@ -141,6 +144,13 @@ class Responding:
             if failed is not None:
                 raise failed
             if not any(saying.begun for saying in self._sayings):
+                await self._news.wait()
+
+    async def _until_over(self) -> None:
+        """An owner tells what it had kept of a prompt with its end, also of what was withdrawn."""
+        while not all(saying.choice.over for saying in self._sayings):
+            self._news.clear()
+            if not all(saying.choice.over for saying in self._sayings):
                 await self._news.wait()
 
     def _chunk(self, index: int, piece: Piece) -> replies.Completion | replies.ChatChunk:
@@ -193,6 +203,7 @@ class Responding:
             async with asyncio.timeout(READ_WITHIN_S):
                 await sending
         except TimeoutError:
+            self._left = True
             text = f"its client read nothing for {READ_WITHIN_S:.0f} s"
             raise Ending(Terminal.CLIENT_LEFT, text) from None
 

@@ -333,6 +333,7 @@ def test_who_left_is_told_once_its_hand_off_ended() -> None:
     spans.take(on.arrived(3))  # never answered
     spans.close()
     spans.close()
+    spans.take(on.answered(3))
     found = exporter.get_finished_spans()
     assert len(named(found, f"chat {MODEL}")) == 2
     outcomes = [of(each)["headrace.outcome"] for each in named(found, "hand-off")]
