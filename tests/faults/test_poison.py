@@ -121,6 +121,7 @@ def test_poison_alone_finds_it_before_publishing(
         assert (broken.outcome, broken.cause) == ("failed", "corrupt")
         assert re.search(missing(kind, layer), broken.reason), broken.reason
         assert "never written" in broken.reason
+        assert made.counts("requests")["poison_found"] == 1
         assert made.counts("lanes")["quarantined"] == 0  # the storage itself is sound
         finish(made, neighbour)
 

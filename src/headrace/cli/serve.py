@@ -11,21 +11,21 @@ from typing import Annotated, Any, Final
 
 import msgspec
 from cyclopts import Parameter
+from msgspec import structs
 
-from headrace.cli.arguments import check_count, json_object
+from headrace.cli.arguments import json_object
 from headrace.engine.models import resolve
 from headrace.engine.text import max_positions_of
 from headrace.errors import BackendUnavailable, Refused
 from headrace.geometry import Emission
 from headrace.messages import OnFailure, PrefixAsked
 from headrace.runtime.pairs import flag_of
-from headrace.runtime.requests import ASKED_ROUTES
 from headrace.server.config import DecoderTable, ServeConfig
-from headrace.server.config_file import read_config
+from headrace.server.config_file import config_of, read_config
+from headrace.server.config_keys import key_at
 
 NEEDED: Final = ("starlette", "uvicorn", "prometheus_client", "jinja2", "tokenizers")
 INSTALL: Final = "run: pip install 'headrace[server,cpu]'"
-LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 WITH_A_FILE: Final = ("config", "host", "port", "log_level", "log_json")
 """The flags that go with --config, over what the file says."""
 
@@ -57,8 +57,8 @@ _DECODER = {
     "control": "control",
 }
 _PLACE = re.compile(
-    r"(decoders\[0\](\.sources\[0\])?|\b(http|requests|telemetry))\.(?P<key>[a-z_]+)\b"
-    r"|decoders\[0\](\.sources\[0\])?"
+    r"(?<![\w/])(?:decoders\[0\](?:\.sources\[0\])?(?:\.[a-z_]+)?|(?:http|requests|telemetry)\.[a-z_]+)\b"
+    r"|decoders\[0\](?:\.sources\[0\])?"
 )
 _OTHERWISE: Final = {
     "decoders[0]": "--decoder",
@@ -68,8 +68,6 @@ _OTHERWISE: Final = {
     "decoders[0].sources[0].python": "--source-python",
     "decoders[0].sources[0].options": "--source-options",
 }
-_COUNTS = ("lanes", "context", "slots", "threads", "decode_batch", "group_layers")
-_MOST = {"lanes": 4096, "slots": 4096, "threads": 4096, "decode_batch": 256}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +146,7 @@ class ServeOptions:
 
 
 _DEFAULTS: Final = ServeOptions()
+_FLAGS: Final = frozenset(each.name for each in fields(ServeOptions))
 
 
 def serve(options: Annotated[ServeOptions, Parameter(name="*")] = _DEFAULTS) -> int:
@@ -174,7 +173,15 @@ def serve(options: Annotated[ServeOptions, Parameter(name="*")] = _DEFAULTS) -> 
 
 def in_flags(text: str) -> str:
     """A sentence about a config, with its keys as the flags that gave their values."""
-    return _PLACE.sub(lambda place: _OTHERWISE.get(place[0]) or flag_of(place["key"]), text)
+    return _PLACE.sub(_in_flags, text)
+
+
+def _in_flags(found: re.Match[str]) -> str:
+    place = found[0]
+    if place in _OTHERWISE:
+        return _OTHERWISE[place]
+    name = place.rpartition(".")[2]
+    return flag_of(name) if name in _FLAGS and key_at(place) is not None else place
 
 
 def _tell(line: str) -> None:
@@ -196,14 +203,13 @@ def _of_file(given: dict[str, Any]) -> ServeConfig:
             "out",
             field=other,
         )
-    config = read_config(given["config"])
+    config = msgspec.to_builtins(read_config(given["config"]))
     return _converted(
         {
-            **msgspec.to_builtins(config),
-            "http": {**msgspec.to_builtins(config.http), **_taken(given, _HTTP)},
-            "telemetry": {**msgspec.to_builtins(config.telemetry), **_taken(given, _TELEMETRY)},
-        },
-        given,
+            **config,
+            "http": {**config["http"], **_taken(given, _HTTP)},
+            "telemetry": {**config["telemetry"], **_taken(given, _TELEMETRY)},
+        }
     )
 
 
@@ -215,63 +221,41 @@ def _of_flags(given: dict[str, Any]) -> ServeConfig:
             "are built in, and `headrace config show` a file",
             field="model",
         )
-    given = dict(given)
     for name in ("source_options", "decoder_options"):
         if name in given:
-            given[name] = json_object(flag_of(name), given[name])
-    _check_values(given)
-    if "context" not in given:
-        given["context"] = _context_of(given["model"])
+            given = {**given, name: json_object(flag_of(name), given[name])}
     source = {key: given[name] for name, key in _SOURCE.items() if name in given}
     decoder = {key: given[name] for name, key in _DECODER.items() if name in given}
-    return _converted(
+    config = _converted(
         {
             "decoders": [{**decoder, "sources": [source]}],
             "http": _taken(given, _HTTP),
             "requests": _taken(given, _REQUESTS),
             "telemetry": _taken(given, _TELEMETRY),
-        },
-        given,
+        }
     )
+    if "context" in given:
+        return config
+    (table,) = config.decoders
+    table = structs.replace(table, context=_context_of(table))
+    return structs.replace(config, decoders=(table,))
 
 
 def _taken(given: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: given[name] for name in names if name in given}
 
 
-def _context_of(model: str) -> int:
+def _context_of(table: DecoderTable) -> int:
     """The default context, or the model's most if that is less."""
-    default = DecoderTable(model=model).context
     try:
-        return min(default, max_positions_of(resolve(model)))
+        return min(table.context, max_positions_of(resolve(table.model)))
     except (OSError, AttributeError, TypeError, ValueError):
-        return default  # the check of the model says what is wrong with its config
+        return table.context  # the check of the model says what is wrong with its config
 
 
-def _check_values(given: dict[str, Any]) -> None:
-    """Refuse a number or a word that makes no sense, by its flag."""
-    for name in _COUNTS:
-        if name in given:
-            limit = {"limit": _MOST[name] + 1} if name in _MOST else {}
-            check_count(flag_of(name), given[name], **limit)
-    for name in ("prefetch_depth", "prefill_chunk", "chunk"):
-        if name in given:
-            check_count(flag_of(name), given[name], least=0)
-    if given.get("route", "whole") not in ASKED_ROUTES:
-        routes = ", ".join(ASKED_ROUTES)
-        raise Refused(f"unknown route {given['route']!r}; choose {routes}", field="route")
-
-
-def _converted(raw: dict[str, Any], given: dict[str, Any]) -> ServeConfig:
-    """The config of values that a file or flags gave; the flags of both are checked here."""
-    if "port" in given:
-        check_count("--port", given["port"], least=0, limit=65536)
-    if given.get("log_level", "info") not in LOG_LEVELS:
-        raise Refused(
-            f"unknown log level {given['log_level']!r}; choose {', '.join(LOG_LEVELS)}",
-            field="log_level",
-        )
+def _converted(raw: dict[str, Any]) -> ServeConfig:
+    """The config of what flags gave, alone or over a file that was read before."""
     try:
-        return msgspec.convert(raw, ServeConfig)
-    except msgspec.ValidationError as exc:  # a name of no or too many characters
-        raise Refused(f"the options cannot be served: {exc}") from exc
+        return config_of(raw)
+    except Refused as exc:
+        raise Refused(in_flags(str(exc)), field=exc.field) from exc

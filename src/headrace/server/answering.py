@@ -26,6 +26,8 @@ from headrace.server.terminals import STATUS, Ending, Terminal
 
 _log = logging.getLogger("headrace.server")
 
+LONG_BODY = 1 << 18  # bytes from which a body is read in a thread
+
 Kind: TypeAlias = Literal["completions", "chat"]
 
 _BODIES: dict[Kind, Callable[[bytes], Body]] = {"completions": completion_of, "chat": chat_of}
@@ -83,7 +85,8 @@ class Answering:
     ) -> tuple[Asked, Body, ServedModel]:
         """A request as it is asked for. Raises: Ending: it is refused."""
         raw = await read_body(scope, receive, self._config.http.max_body_bytes, held)
-        body = _BODIES[kind](raw)
+        read = _BODIES[kind]
+        body = read(raw) if len(raw) < LONG_BODY else await asyncio.to_thread(read, raw)
         model = self._models.get(body.model)
         if model is None:
             text = f"no model {body.model!r} is served here; see /v1/models"

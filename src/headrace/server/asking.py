@@ -28,6 +28,7 @@ from headrace.server.models import ServedModel
 from headrace.server.terminals import Ending, Terminal
 
 LONG_TEXT = 1 << 13  # characters from which a prompt is encoded in a thread
+MESSAGE_COST = 64  # what rendering one costs beside its text, in characters
 ROUTE_HEADER = "x-headrace-route"
 DEADLINE_HEADER = "x-headrace-deadline"
 
@@ -81,7 +82,7 @@ async def asked_of(
 async def _prompts_of(body: Body, model: ServedModel) -> list[array[int]]:
     if isinstance(body, ChatBody):
         messages = [{"role": each.role, "content": each.content} for each in body.messages]
-        num_characters = sum(len(each.content) for each in body.messages)
+        num_characters = sum(MESSAGE_COST + len(each.content) for each in body.messages)
         try:
             if num_characters < LONG_TEXT:
                 tokens = model.encode_chat(messages)

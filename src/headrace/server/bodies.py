@@ -29,6 +29,7 @@ from headrace.server.terminals import Ending
 
 MAX_STOPS: Final = 16
 MAX_STOP_LENGTH: Final = 256
+MAX_MESSAGES: Final = 4096
 MAX_SEED: Final = (1 << 63) - 1
 _MAX_CHOICES: Final = 128  # of any configuration
 
@@ -188,7 +189,7 @@ def completion_of(raw: bytes) -> CompletionBody:
         Ending: as INVALID, with the field at fault.
     """
     told = object_of(raw)
-    if told.get("best_of") is not None and told["best_of"] == told.get("n"):
+    if type(told.get("best_of")) is int and told["best_of"] == told.get("n"):
         del told["best_of"]  # the best n of n are all of them
     body = struct_of(told, CompletionBody, NEUTRAL_OF_COMPLETIONS)
     _check_prompt(body.prompt)
@@ -334,6 +335,8 @@ def _read_messages(told: dict[str, Any]) -> None:
     """Put each message's role and text in place of what the client wrote."""
     messages = told.get("messages")
     if isinstance(messages, list):
+        if len(messages) > MAX_MESSAGES:
+            raise invalid(f"over {MAX_MESSAGES} messages in one request", field="messages")
         told["messages"] = [_message_of(one, f"messages.{at}") for at, one in enumerate(messages)]
 
 

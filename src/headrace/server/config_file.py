@@ -44,12 +44,18 @@ def parse_config(text: str, where: str) -> ServeConfig:
     except RecursionError as exc:
         raise Refused(f"{where} is no TOML of ours: it is nested too deeply") from exc
     try:
-        _check_keys(raw, file_table(), "")
-        return msgspec.convert(raw, ServeConfig)
-    except msgspec.ValidationError as exc:
-        raise Refused(f"{where}: {_told(str(exc), raw)}") from exc
+        return config_of(raw)
     except Refused as exc:
         raise Refused(f"{where}: {exc}", field=exc.field) from exc
+
+
+def config_of(raw: Mapping[str, Any]) -> ServeConfig:
+    """The config of tables as TOML has them. Raises: Refused: a key or a value makes no sense."""
+    _check_keys(raw, file_table(), "")
+    try:
+        return msgspec.convert(raw, ServeConfig)
+    except msgspec.ValidationError as exc:
+        raise Refused(_told(str(exc), raw)) from exc
 
 
 def decoder_names(decoders: Sequence[DecoderTable]) -> tuple[str, ...]:

@@ -149,8 +149,6 @@ def converted(value: Any, kind: Any, at: str) -> Any:
     """
     try:
         return msgspec.convert(value, kind)
-    except RecursionError as exc:
-        raise invalid("the body is nested too deeply", field=at or None) from exc
     except msgspec.ValidationError as exc:
         raise _named(str(exc), at) from exc
 

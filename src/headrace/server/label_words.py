@@ -58,5 +58,5 @@ def outcome_of(ended: Ended) -> str:
 
 def is_local(event: ChoiceEnded) -> bool:
     """Whether the owner computed the prompt by itself, as a traced request tells it."""
-    granted = [each.name for each in event.owner_intervals if each.kind == "granted"]
-    return bool(granted) and granted[-1] == LOCAL_GRANT
+    intervals = event.owner_intervals  # of its last attempt
+    return any(each.kind == "granted" and each.name == LOCAL_GRANT for each in intervals)

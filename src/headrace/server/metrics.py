@@ -130,7 +130,7 @@ class Metrics:
         if record is None:
             return
         model = self._model(record)
-        if not record.choices and record.answered is None:
+        if not record.choices:
             self._on.waiting.labels(model).dec()
             self._on.running.labels(model).inc()
         waited_ns = event.at_ns - record.arrived.at_ns

@@ -41,13 +41,14 @@ def draw(request: int, choice: int, run: Run) -> Drawing:
 
     def bars(kinds: Iterable[IntervalKind]) -> Iterator[Bar]:
         for kind in kinds:
-            shown = [each for each in aligned.of(kind) if each.begun_ns <= ended_ns]
+            of_kind = aligned.of(kind)
+            shown = [e for e in of_kind if e.begun_ns <= ended_ns and e.ended_ns >= begun_ns]
             for stretch in _merged(shown, ended_ns - begun_ns):
                 first, last = stretch[0], max(each.ended_ns for each in stretch)
                 both = len(stretch) == 1 and computes_too(aligned, first)
-                stop_ns = min(last, ended_ns)
                 name = "write both" if both else kind
-                yield Bar(name, us(first.begun_ns), us(stop_ns), _layers(stretch), len(stretch))
+                times = us(max(first.begun_ns, begun_ns)), us(min(last, ended_ns))
+                yield Bar(name, *times, _layers(stretch), len(stretch))
 
     return Drawing(
         request=request,
@@ -65,8 +66,10 @@ def draw(request: int, choice: int, run: Run) -> Drawing:
 
 
 def _frame(run: Aligned) -> tuple[int, int]:
+    """From the grant: what the owner did for others before is no part of it."""
     compared = (*run.source, *run.owner) if run.clock.comparable else run.owner
-    begun_ns = min((each.begun_ns for each in compared), default=0)
+    own = [each.begun_ns for each in compared if each.kind != "neighbour"]
+    begun_ns = min(own, default=0)
     if run.published_ns is None:
         ended_ns = max((each.ended_ns for each in compared), default=0)
     else:

@@ -80,13 +80,15 @@ class Choice:
     def open_state(self, number: int, held_of: HeldOf) -> OpenChoice:
         """What is shown of it before its request has a terminal."""
         held = held_of(self.decoder, self.label)
+        total = 0 if held is None else held.nbytes_total
+        imported = 0 if held is None else held.nbytes_imported
         return OpenChoice(
             choice=number,
             decoder=self.decoder,
             phase=self._phase(held),
             tokens=self.num_tokens,
-            bytes_imported=0 if held is None else held.nbytes_imported,
-            bytes_total=0 if held is None else held.nbytes_total,
+            bytes_imported=total if self.num_tokens else imported,  # it is published
+            bytes_total=total,
             tail_s=None if self.result is None else self.result.tail_s,
         )
 

@@ -72,7 +72,7 @@ class Saying:
         return Piece(text, tuple(scored), offset, reason)
 
     def _scored(self, token: Token, logprob: float) -> Scored:
-        said = self._codec.decode([token.token])
+        said = self._codec.text_of(token.token)
         self._offset += len(said)
-        top = tuple((self._codec.decode([other]), value) for other, value in token.top)
+        top = tuple((self._codec.text_of(other), value) for other, value in token.top)
         return Scored(said, logprob, top)

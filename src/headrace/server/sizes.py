@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from headrace.engine.checkpoint import tensor_entries
-from headrace.errors import Refused
+from headrace.errors import HeadraceError, Refused
 from headrace.geometry import ITEMSIZE, Manifest, check_manifest
 from headrace.plan import slot_layout
 from headrace.runtime import elsewhere
@@ -81,13 +81,16 @@ def measure(asked: Mapping[str, Any], told: Callable[[Any], None]) -> list[tuple
     """The child's side: bytes of a lane, of a slot and of one copy of the weights, of each.
 
     Raises:
-        Refused: see `measured`.
+        Refused: see `measured`. HeadraceError: what reads a config cannot be loaded.
     """
     del told
     found = []
     for each in asked["decoders"]:
         try:
             found.append(_measured(Path(each["model"]), each["dtype"], each["context"]))
+        except ImportError as exc:  # it is there and cannot be loaded
+            why = str(exc).strip().rpartition("\n")[2]  # numpy's is a page, whose last line tells
+            raise HeadraceError(f"a model's config cannot be read: {why}") from exc
         except Refused as exc:
             raise Refused(f"{each['place']}: {exc}", field=exc.field) from exc
     return found

@@ -34,7 +34,7 @@ class Tokenizing:
                 raise Ending(Terminal.INVALID, str(exc), field=exc.field or None) from exc
         told = None
         if body.return_token_strs:
-            told = [model.codec.decode([each]) for each in tokens]
+            told = [model.codec.text_of(each) for each in tokens]
         reply = replies.Tokenized(len(tokens), model.context, tokens.tolist(), told)
         await send_json(send, 200, replies.json_of(reply))
 

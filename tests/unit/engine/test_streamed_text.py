@@ -195,6 +195,8 @@ def test_a_stop_string_of_bytes_stops_at_its_last() -> None:
     stream = TextStream(Falling(), ["\n"])
     assert [stream.push(token) for token in [*Falling().encode("ab"), 10]] == ["a", "b", ""]
     assert stream.stopped
+    tokens = [*Falling().encode("a" + UNFINISHED), *"é".encode()]
+    assert streamed(Falling(), tokens, [UNFINISHED + "é"]) == ("a", 4)
 
 
 def test_settled_minds_every_stop_string() -> None:

@@ -7,12 +7,10 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from headrace.ids import AttemptId, Span
+from headrace.ids import AttemptId
 from headrace.messages import (
     Ended,
     Inspected,
-    Interval,
-    IntervalKind,
     LaneHeld,
     Measured,
     Quarantined,
@@ -34,8 +32,8 @@ from headrace.server.events import (
     Rejected,
 )
 from headrace.server.terminals import STATUS, Terminal
+from tests.unit.server.page_lanes import MS, Lanes, figures_of, parked, streamed, whole
 
-MS: Final = 1_000_000
 SECOND: Final = 1_000 * MS
 START: Final = 1_000 * SECOND
 EPOCH: Final = 0x6F2A
@@ -85,14 +83,14 @@ def ended(label: int, **more: Any) -> Ended:
     return Ended(**facts | more)
 
 
-def measured(**more: int) -> Measured:
-    """Of a hand-off that hid all but one of eight imports."""
+def measured(at_ns: int = START, **more: int) -> Measured:
+    """Of a hand-off that hid all but one of eight imports; its tail is 2 ms and T 16 ms."""
     facts = dict.fromkeys(Measured.__struct_fields__, 0) | {
-        "submitted_ns": START,
-        "prefill_begun_ns": START + 1 * MS,
-        "source_final_ns": START + 81 * MS,
-        "published_ns": START + 83 * MS,
-        "first_token_ns": START + 84 * MS,
+        "submitted_ns": at_ns,
+        "prefill_begun_ns": at_ns + 1 * MS,
+        "source_final_ns": at_ns + 81 * MS,
+        "published_ns": at_ns + 83 * MS,
+        "first_token_ns": at_ns + 84 * MS,
         "kv_nbytes": 8_000_000,
         "nbytes_before_final": 7_000_000,
         "import_ns": 16 * MS,
@@ -100,122 +98,40 @@ def measured(**more: int) -> Measured:
     return Measured(**facts | more)
 
 
-def lanes_of(
-    begun_ns: int, layers: int = 18, *, compute_ms: float = 6.0, import_ms: float = 2.2
-) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
-    """The intervals of a source and an owner, a layer group per layer, with steps of neighbours.
-
-    Below 18 layers it is cut short: nothing is published.
-    """
-    source: list[Interval] = []
-    owner = [_interval("granted", "prefill", begun_ns, begun_ns)]
-    at, free = begun_ns + MS, begun_ns
-    for layer in range(layers):
-        name = str(Span(layer, layer + 1, 0, 512))
-        computed = at + int(compute_ms * MS * (1 + 0.25 * ((layer * 7) % 5 - 2) / 2))
-        wrote = computed + int(0.9 * MS)
-        source += [
-            _interval("compute", name, at, computed),
-            _interval("write", name, computed, wrote, 444_444),
-            _interval("announced", name, wrote, wrote, 444_444),
-        ]
-        heard = wrote + MS // 20
-        owner.append(_interval("validated", name, heard, heard, 444_444))
-        if layer % 3 == 1:
-            step = max(free, heard), max(free, heard) + int(3.4 * MS)
-            owner.append(_interval("neighbour", "decode step of others", *step))
-            free = step[1]
-        begun = max(heard, free)
-        free = begun + int(import_ms * MS)
-        owner.append(_interval("import", name, begun, free, 444_444))
-        at = wrote
-    if layers < 18:
-        owner.append(_interval("ended", "failed: deadline", free, free))
-        return tuple(source), tuple(owner)
-    source.append(_interval("final", "logits", at, at))
-    published = max(free, at) + MS // 2
-    owner += [
-        _interval("published", "entry", published, published),
-        _interval("first_token", "token", published + MS, published + MS),
-        _interval("decode", "first decode step", published + MS, published + 7 * MS),
-        _interval("ended", "finished", published + 8 * MS, published + 8 * MS),
-    ]
-    return tuple(source), tuple(owner)
-
-
-def whole_lanes(begun_ns: int) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
-    """The same on the whole route: computed and written at once, then imported in three pieces."""
-    name = str(Span(0, 18, 0, 96))
-    computed, wrote = begun_ns + 22 * MS, begun_ns + 24 * MS
-    source = (
-        _interval("compute", name, begun_ns + MS, computed),
-        _interval("write", name, computed, wrote, 1_500_000),
-        _interval("announced", name, wrote, wrote, 1_500_000),
-        _interval("final", "logits", computed, computed),
-    )
-    pieces = [
-        _interval("import", str(Span(6 * n, 6 * n + 6, 0, 96)), wrote + n * MS, wrote + n * MS + MS)
-        for n in range(3)
-    ]
-    over = wrote + 4 * MS
-    owner = (
-        _interval("granted", "prefill", begun_ns, begun_ns),
-        _interval("validated", name, wrote, wrote, 1_500_000),
-        *pieces,
-        _interval("published", "entry", over, over),
-        _interval("first_token", "token", over + MS, over + MS),
-        _interval("decode", "first decode step", over + MS, over + 7 * MS),
-    )
-    return source, owner
-
-
-def _interval(kind: IntervalKind, name: str, begun: int, over: int, nbytes: int = 0) -> Interval:
-    return Interval(kind, name=name, begun_ns=begun, ended_ns=over, nbytes=nbytes, clock="host")
-
-
 def served(
     request: int,
     at_ns: int = START,
     *,
     tokens: int = 4,
+    lanes: Lanes | None = None,
     terminal: Terminal = Terminal.FINISHED,
-    traced: bool = True,
     reason: str = "",
     choice: RouteChoice | None = None,
     **more: Any,
 ) -> Iterator[Event]:
-    """All events of a request of one choice, from its arrival to its terminal."""
+    """All events of a request of one choice; without `lanes` it was not traced."""
     came = arrived(request, at_ns, **more)
     yield came
     yield Dispatched(at_ns + MS, request, 0, "cpu", request)
-    source, owner = _lanes(request, at_ns + 2 * MS, terminal, choice) if traced else ((), ())
-    first_ns = next((e.begun_ns for e in owner if e.kind == "first_token"), at_ns + 90 * MS)
-    final_ns = next((e.begun_ns for e in source if e.kind == "final"), at_ns + 80 * MS)
     finished = terminal is Terminal.FINISHED
-    for index in range(tokens if finished else 0):
-        yield Decoded(first_ns + 30 * index * MS + index % 4 * MS, request, 0, index)
-    over_ns = first_ns + 30 * tokens * MS
-    figures = measured(
-        submitted_ns=at_ns, source_final_ns=final_ns, published_ns=first_ns - MS,
-        first_token_ns=first_ns, import_ns=3 * MS if choice is not None else 40 * MS,
-        nbytes_before_final=0 if choice is not None else 7_600_000,
-        kv_nbytes=1_500_000 if choice is not None else 8_000_000,
-    )  # fmt: skip
-    outcome = "finished" if finished else "failed"
-    end = ended(request, outcome=outcome, reason=reason, choice=choice)
-    end = replace(end, measured=figures) if finished else end
-    num = tokens if finished else 0
+    end = ended(request, outcome="finished" if finished else "failed", reason=reason, choice=choice)
+    over_ns, num = at_ns + 90 * MS, 0
+    if finished:
+        figures = measured(at_ns) if lanes is None else figures_of(at_ns, lanes)
+        end, num = replace(end, measured=figures), tokens
+        first_ns = figures.first_token_ns
+        for index in range(tokens):
+            yield Decoded(first_ns + 30 * index * MS + index % 4 * MS, request, 0, index)
+        over_ns = first_ns + 30 * tokens * MS
+    source, owner = lanes or ((), ())
     yield ChoiceEnded(over_ns, request, 0, "cpu", num, end, source, owner)
     yield Answered(over_ns, request, terminal, STATUS[terminal], False, reason)
 
 
-def _lanes(
-    request: int, begun_ns: int, terminal: Terminal, choice: RouteChoice | None
-) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
-    if choice is not None and choice.route == "whole":
-        return whole_lanes(begun_ns)
-    layers = 18 if terminal is Terminal.FINISHED else 11
-    return lanes_of(begun_ns, layers, compute_ms=4 + request % 4)
+def traced(request: int, at_ns: int = START, **more: Any) -> Iterator[Event]:
+    """The same of a streamed request with its intervals."""
+    lanes = streamed(at_ns + 2 * MS, compute_ms=4 + request % 4)
+    return served(request, at_ns, **{"lanes": lanes} | more)
 
 
 def held_request(label: int, phase: str, **more: int) -> RequestHeld:
@@ -274,17 +190,16 @@ def empty() -> Iterator[Event]:
 def busy() -> Iterator[Event]:
     """Six requests were served, six are open, two were turned away."""
     yield from empty()
-    auto = RouteChoice(
-        "whole", 1, 0, "short prompt: streaming would save 0.4 ms of 3.1 ms"
-    )  # fmt: skip
-    for number in range(1, 7):
-        more: dict[str, Any] = {}
-        if number == 3:
-            more = {"choice": auto, "route": "auto", "num_prompt_tokens": 96}
-        if number == 5:
-            more = {"terminal": Terminal.DEADLINE, "reason": "its deadline of 30 s passed"}
-        tokens = 40 + 5 * number
-        yield from served(number, START + (10 + 2 * number) * SECOND, tokens=tokens, **more)
+    at = [START + (10 + 2 * number) * SECOND for number in range(7)]
+    auto = RouteChoice("whole", 1, 0, "short prompt: streaming would save 0.4 ms of 3.1 ms")
+    short: dict[str, Any] = {"choice": auto, "route": "auto", "num_prompt_tokens": 96}
+    late: dict[str, Any] = {"terminal": Terminal.DEADLINE, "reason": "its deadline of 30 s passed"}
+    yield from traced(1, at[1], tokens=45)
+    yield from served(2, at[2], tokens=50, lanes=parked(at[2] + 2 * MS))
+    yield from served(3, at[3], tokens=55, lanes=whole(at[3] + 2 * MS), **short)
+    yield from traced(4, at[4], tokens=60)
+    yield from served(5, at[5], lanes=streamed(at[5] + 2 * MS, until=11), **late)
+    yield from traced(6, at[6], tokens=70)
     for _ in range(2):
         yield Rejected(START + 24 * SECOND, "chat", Terminal.QUEUE_FULL, 429, "queue full")
     now = START + 26 * SECOND
@@ -327,9 +242,7 @@ def failed_source() -> Iterator[Event]:
     told = busy_report()
     aside = source(1, "rngd", state="set aside", reason=DEAD, pid=0, restarts=4)
     statistics = (("restarts", "restarted", 4), ("restarts", "set_aside", 1))
-    yield from served(
-        7, START + 23 * SECOND, terminal=Terminal.SOURCE_DIED, traced=False, reason=DEAD
-    )
+    yield from served(7, START + 23 * SECOND, terminal=Terminal.SOURCE_DIED, reason=DEAD)
     yield looked(
         START + 26 * SECOND,
         replace(
@@ -348,9 +261,7 @@ def quarantined() -> Iterator[Event]:
     yield from busy()
     told = busy_report()
     reserved = LaneHeld(attempt(7), "quarantined", LOST, 41 * SECOND)
-    whole = list(
-        served(7, START + 23 * SECOND, terminal=Terminal.DEVICE, traced=False, reason=LOST)
-    )
+    whole = list(served(7, START + 23 * SECOND, terminal=Terminal.DEVICE, reason=LOST))
     yield from whole[:2]
     yield looked(START + 23 * SECOND, report(requests=(held_request(7, "streaming"),)))
     yield from whole[2:]

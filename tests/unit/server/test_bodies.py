@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from headrace.errors import Refused
 from headrace.runtime.requests import RequestOptions
 from headrace.server.bodies import (
+    MAX_MESSAGES,
     MAX_SEED,
     MAX_STOP_LENGTH,
     MAX_STOPS,
@@ -108,14 +109,14 @@ WRONG_OF_COMPLETIONS: dict[str, list[Any]] = {
     "logprobs": [*NO_COUNT, 21, -1],
     "echo": [True, 0],
     "suffix": ["x", 1],
-    "best_of": [2, 0, "1", True],
+    "best_of": [2, 0, "1", True, [1]],
     "messages": [[USER], None],
     "max_completion_tokens": [5],
     "tools": [[], None],
 }
 WRONG_OF_CHAT: dict[str, list[Any]] = {
     **WRONG_OF_BOTH,
-    "messages": [1, "hello", {}, [], True],
+    "messages": [1, "hello", {}, [], True, [USER] * (MAX_MESSAGES + 1)],
     "max_completion_tokens": [*NO_COUNT, 0],
     "logprobs": [*NO_BOOL, 5],
     "top_logprobs": [*NO_COUNT, 21, -1, 3],
@@ -198,6 +199,15 @@ def test_numbers_that_json_has_not_are_refused(name: str) -> None:
 )
 def test_what_is_no_json_object_is_refused(read: Reader, raw: bytes) -> None:
     refused(read, raw)
+
+
+@pytest.mark.parametrize("name", ["best_of", "logit_bias", "response_format", "stop", "prompt"])
+@pytest.mark.parametrize("depth", [10, 100, 300, 600, 800, 900, 950, 980, 990])
+def test_a_value_is_refused_however_deep_it_is_nested(name: str, depth: int) -> None:
+    deep = b"[" * depth + b"]" * depth
+    fields = {b"model": b'"m"', b"prompt": b'"p"', b"n": deep, name.encode(): deep}
+    raw = b"{" + b",".join(b'"%s":%s' % field for field in fields.items()) + b"}"
+    refused(completion_of, raw)
 
 
 @pytest.mark.parametrize("field", ["prompt", "stop", "user"])
@@ -396,6 +406,8 @@ def test_fields_that_contradict_each_other_are_refused() -> None:
         assert refused(read, stream_options={}).field == "stream_options"
         assert refused(read, stream=False, stream_options={}).field == "stream_options"
     assert refused(completion, n=2, best_of=3).field == "best_of"
+    assert refused(completion, n=1, best_of=True).field == "best_of"
+    assert refused(completion, n=[], best_of=[]).field in ("n", "best_of")
 
 
 def test_stream_options_are_read_and_refused_by_name() -> None:

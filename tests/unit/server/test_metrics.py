@@ -188,6 +188,10 @@ def test_a_rate_of_bytes_is_over_the_time_of_all_imports_not_of_the_last() -> No
     early = value(metrics, "kv_bytes_imported_before_prefill_end_total", decoder=DECODER)
     assert early == 9 << 20
     assert value(metrics, "kv_transfer_bytes_sum", decoder=DECODER) == 10 << 20
+    more = on.measured(nbytes_before_final=11 << 20)  # than there were
+    metrics = told(on.finished(ended=on.ended(measured=more)))
+    early = value(metrics, "kv_bytes_imported_before_prefill_end_total", decoder=DECODER)
+    assert early == 10 << 20
 
 
 @pytest.mark.parametrize(
@@ -195,6 +199,7 @@ def test_a_rate_of_bytes_is_over_the_time_of_all_imports_not_of_the_last() -> No
     [
         ({"import_ns": 50_000}, 1, 0),  # T below timer noise
         ({"published_ns": 119 * MS}, 0, 0),  # readings that contradict each other
+        ({"source_final_ns": 0, "storage_ns": 1}, 0, 0),  # nobody told when the prefill ended
         ({"imports": 0, "import_ns": 0}, 0, 0),  # all of it was kept
         ({"published_ns": 420 * MS}, 1, 1),  # a share below zero is told as it is
     ],
@@ -280,7 +285,8 @@ def test_routes_that_were_asked_for_and_those_that_auto_took() -> None:
             on.choice_ended(2, ended=chosen),
             on.arrived(3, route="auto"),
             on.choice_ended(3, ended=on.ended(outcome="failed", measured=None)),
-            on.choice_ended(1, ended=refused),
+            on.arrived(4),
+            on.choice_ended(4, ended=refused),
         ]
     )
     counted = {

@@ -181,9 +181,13 @@ def test_what_does_not_fit_now_holds_up_nobody_else() -> None:
 
 def test_of_prompts_of_about_one_length_a_shorter_one_that_fits_goes() -> None:
     queue = FairQueue(10, 100)
-    queue.offer([job(length=1020), fits := job(length=990)])
+    queue.offer([job(length=1020), job(length=1010), fits := job(length=990)])
     assert rounded(1020) == rounded(990)
     assert queue.take(0, up_to(1000)) is fits
+    queue = FairQueue(10, 100)
+    queue.offer([job("a", 18), job("b", 18), least := job("b", 17)])
+    assert rounded(16) < rounded(17) == rounded(18)
+    assert queue.take(0, up_to(17)) is least
 
 
 def test_a_client_that_was_away_gets_no_credit_and_keeps_its_debt() -> None:
@@ -207,6 +211,20 @@ def test_a_debt_is_worked_off_though_new_clients_keep_coming() -> None:
         queue.offer([job(f"new {turns}")])
         turns += 1
         assert turns < 100
+
+
+def test_whoever_comes_starts_at_the_average_of_those_who_wait_now() -> None:
+    queue = FairQueue(100, 1000)
+    queue.offer([job("a"), job("a"), left := job("b")])
+    queue.served(must_take(queue), 0)
+    queue.offer([job("c")])
+    assert {name: each.account for name, each in queue._clients.items()} == {
+        "a": 10, "b": 0, "c": 5,
+    }  # fmt: skip
+    queue.remove(left.id)
+    queue.offer([job("d")])
+    assert queue._clients["d"].account == 8
+    assert [one.client for one in drained(queue)] == ["c", "d", "a"]
 
 
 def test_what_was_not_decoded_is_given_back() -> None:
@@ -347,6 +365,9 @@ class World:
         assert told["waiting"] == len(self.waiting) <= 8
         assert told["nbytes"] == sum(one.nbytes for one in self.waiting) <= 64
         assert told["running"] == len(self.running)
+        in_line = [each for each in self.queue._clients.values() if each.num_waiting]
+        assert {each.name for each in in_line} == {one.client for one in self.waiting}
+        assert self.queue._accounts == sum(each.account for each in in_line)
         dues = [one.deadline_ns for one in self.waiting if one.deadline_ns is not None]
         assert self.queue.next_deadline_ns() == min(dues, default=None)
 
@@ -411,6 +432,16 @@ def test_what_is_over_is_not_remembered_for_ever() -> None:
     assert len(queue._deadlines) < 100
     assert len(queue._lengths["m"]) < 100
     assert "n" not in queue._lengths
+
+
+def test_turns_that_were_replaced_are_dropped() -> None:
+    queue = FairQueue(1000, 1000)
+    queue.offer([job() for _ in range(400)])
+    taken = [must_take(queue) for _ in range(300)]
+    for one in taken:
+        queue.served(one, 1)
+        assert len(queue._order) < 100
+    assert len(drained(queue)) == 100
 
 
 def test_lengths_are_rounded_up_by_less_than_a_quarter() -> None:

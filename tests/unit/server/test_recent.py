@@ -40,8 +40,10 @@ from headrace.server.recent import (
 )
 from headrace.server.terminals import Terminal
 from headrace.telemetry.recording import read
+from tests.unit.server import page_lanes
 from tests.unit.server import page_scenes as scenes
-from tests.unit.server.page_scenes import MS, SECOND, START
+from tests.unit.server.page_lanes import MS
+from tests.unit.server.page_scenes import SECOND, START
 from tests.unit.telemetry.scenes import moved, on_devices
 
 
@@ -110,8 +112,11 @@ def test_a_request_goes_through_its_phases() -> None:
         report = scenes.report(requests=(scenes.held_request(70, told, nbytes_imported=5),))
         found = phase(scenes.ready(), came, sent, scenes.looked(START, report))
         assert (found.phase, found.bytes_imported, found.bytes_total) == (word, 5, 8_000_000)
-    found = phase(came, sent, Decoded(START + 9 * MS, 1, 0, 0))
+    report = scenes.report(requests=(scenes.held_request(70, "streaming", nbytes_imported=5),))
+    looked = scenes.looked(START, report)  # and by now it is published, so all of it is there
+    found = phase(came, sent, looked, Decoded(START + 9 * MS, 1, 0, 0))
     assert (found.phase, found.tokens, found.decoder) == ("decoding", 1, "cpu")
+    assert found.bytes_imported == found.bytes_total == 8_000_000
     over = ChoiceEnded(START, 1, 0, "cpu", 4, scenes.ended(70, measured=scenes.measured()), (), ())
     found = phase(came, sent, over)
     assert (found.phase, found.tokens, found.tail_s) == ("ended", 4, 0.002)
@@ -170,7 +175,7 @@ def test_a_choice_that_is_sent_elsewhere_is_known_there_only() -> None:
 
 
 def test_what_a_request_came_to() -> None:
-    found = only(shown(scenes.served(1, tokens=4)))
+    found = only(shown(scenes.traced(1, tokens=4)))
     assert (found.terminal, found.status, found.tokens, found.prompt_tokens) == (
         "finished",
         200,
@@ -179,10 +184,11 @@ def test_what_a_request_came_to() -> None:
     )
     assert found.trace
     (choice,) = found.choices
-    assert choice.tail_s == pytest.approx(0.00275)
-    assert choice.alone_s == 0.04
-    assert choice.hidden_share == pytest.approx(1 - 0.00275 / 0.04)
-    assert (choice.bytes_before_prefill_end, choice.kv_bytes) == (7_600_000, 8_000_000)
+    assert choice.tail_s == pytest.approx(0.00255)  # a message, an import, the publishing
+    assert choice.alone_s == 0.036
+    assert choice.hidden_share == pytest.approx(1 - 0.00255 / 0.036)
+    total = 18 * page_lanes.LAYER_NBYTES
+    assert (choice.bytes_before_prefill_end, choice.kv_bytes) == (total // 18 * 17, total)
     assert (choice.route, choice.why, choice.attempts, choice.traced) == ("streamed", "", 1, True)
     assert found.ttft_s is not None
     assert found.took_s > found.ttft_s
@@ -211,7 +217,7 @@ def test_no_share_is_claimed_below_timer_noise_or_of_one_thread() -> None:
     reuse = Reuse(500, "owner", "as much as was kept")
     local = ending(measured=scenes.measured(), reuse=reuse).choices[0]
     assert (local.local, local.hidden_share, local.cached_tokens) == (True, None, 500)
-    granted = scenes.lanes_of(START)[1][0]
+    granted = page_lanes.streamed(START)[1][0]
     named = msgspec.structs.replace(granted, name="prefill by the owner itself")
     local = ending(measured=scenes.measured(), owner=(named,)).choices[0]
     assert (local.local, local.hidden_share) == (True, None)
@@ -226,7 +232,7 @@ def test_without_figures_there_are_none() -> None:
 
 def test_a_choice_may_end_after_its_request() -> None:
     """A client that leaves has its terminal before the owner has drained."""
-    *before, over, answered = scenes.served(1, terminal=Terminal.CLIENT_LEFT)
+    *before, over, answered = scenes.traced(1, terminal=Terminal.CLIENT_LEFT)
     recent = listening([*before, answered])
     assert only(recent.snapshot(START)).choices == ()
     recent(over)
@@ -362,7 +368,7 @@ def test_what_is_quarantined_is_still_known_by_its_request() -> None:
 
 
 def test_a_drawing_has_the_groups_the_imports_and_the_marks() -> None:
-    (drawing,) = shown(scenes.served(1)).drawings
+    (drawing,) = shown(scenes.traced(1)).drawings
     assert (drawing.evidence, drawing.clocks, drawing.route) == ("host", "one", "streamed")
     kinds = [bar.kind for bar in drawing.source]
     assert (kinds.count("compute"), kinds.count("write")) == (18, 18)
@@ -376,7 +382,7 @@ def test_a_drawing_has_the_groups_the_imports_and_the_marks() -> None:
 
 
 def test_a_drawing_of_clocks_that_contradict_each_other_leaves_the_source_out() -> None:
-    *events, over, answered = scenes.served(1)
+    *events, over, answered = scenes.traced(1)
     assert isinstance(over, ChoiceEnded)
     by = {"compute": -SECOND, "announced": SECOND}
     source = [moved((each,), by.get(each.kind, 0))[0] for each in over.source_intervals]
@@ -387,8 +393,34 @@ def test_a_drawing_of_clocks_that_contradict_each_other_leaves_the_source_out() 
     assert "final" not in {mark.kind for mark in drawing.marks}
 
 
+def test_what_was_parked_is_drawn_as_that_and_is_no_part_of_the_tail() -> None:
+    state = shown(scenes.served(1, lanes=page_lanes.parked(START)))
+    (drawing,), choice = state.drawings, only(state).choices[0]
+    waited = next(bar for bar in drawing.owner if bar.kind == "parked")
+    assert drawing.tail is not None
+    begun_us, ended_us = drawing.tail
+    assert begun_us == waited.ended_us
+    assert choice.tail_s == pytest.approx((ended_us - begun_us) / 1e6)
+    assert choice.bytes_before_prefill_end == 0
+
+
+def test_a_drawing_begins_with_the_grant() -> None:
+    """Steps of others may have been going on for long while it waited."""
+    *events, over, answered = scenes.traced(1)
+    assert isinstance(over, ChoiceEnded)
+    step = next(each for each in over.owner_intervals if each.kind == "neighbour")
+    granted_ns = over.owner_intervals[0].begun_ns
+    before = replace(step, begun_ns=granted_ns - SECOND, ended_ns=granted_ns - MS)
+    across = replace(step, begun_ns=granted_ns - MS, ended_ns=granted_ns + MS)
+    owner = (*over.owner_intervals, before, across)
+    (drawing,) = shown([*events, replace(over, owner_intervals=owner), answered]).drawings
+    steps = [bar for bar in drawing.owner if bar.kind == "neighbour"]
+    assert (drawing.begun_us, len(steps)) == (0, 7)
+    assert (steps[0].begun_us, steps[0].ended_us) == (0, 1_000)
+
+
 def test_a_drawing_says_what_it_was_read_from() -> None:
-    *events, over, answered = scenes.served(1)
+    *events, over, answered = scenes.traced(1)
     run = on_devices()
     both = {"source_intervals": run.source, "owner_intervals": run.owner}
     assert isinstance(over, ChoiceEnded)
@@ -397,13 +429,14 @@ def test_a_drawing_says_what_it_was_read_from() -> None:
 
 
 def test_what_published_nothing_is_drawn_to_its_end() -> None:
-    (drawing,) = shown(scenes.served(1, terminal=Terminal.DEADLINE)).drawings
+    lanes = page_lanes.streamed(START, until=11)
+    (drawing,) = shown(scenes.served(1, lanes=lanes, terminal=Terminal.DEADLINE)).drawings
     assert drawing.tail is None
     assert {mark.kind for mark in drawing.marks} == {"granted", "ended"}
 
 
 def test_a_drawing_has_few_bars_whatever_there_is() -> None:
-    *events, over, answered = scenes.served(1)
+    *events, over, answered = scenes.traced(1)
     assert isinstance(over, ChoiceEnded)
     step = next(each for each in over.owner_intervals if each.kind == "neighbour")
     at = range(step.begun_ns, step.begun_ns + 5_000_000, 1_000)
@@ -433,7 +466,7 @@ def test_a_trace_is_what_headrace_trace_reads(tmp_path: Path, capsys: Any) -> No
 
 
 def test_each_choice_has_a_run() -> None:
-    source, owner = scenes.lanes_of(START)
+    source, owner = page_lanes.streamed(START)
     events: list[Event] = [
         scenes.arrived(1, choices=2),
         *(ChoiceEnded(START, 1, n, "cpu", 1, scenes.ended(n), source, owner) for n in (1, 0)),
@@ -452,7 +485,8 @@ def test_ten_thousand_requests_leave_no_more_than_a_few_hundred() -> None:
     recent = Recent(PageConfig(recent=64), max_traced_nbytes=200_000)
     sizes = []
     for number in range(10_000):
-        for event in scenes.served(number, START + number * MS, tokens=4, traced=number % 50 == 0):
+        one = scenes.served if number % 50 else scenes.traced
+        for event in one(number, START + number * MS, tokens=4):
             recent(event)
         if number in (4_999, 9_999):
             sizes.append(reached(recent))
@@ -496,10 +530,10 @@ def test_requests_that_never_end_are_forgotten_in_the_end() -> None:
 
 
 def test_intervals_are_bounded_in_bytes_and_the_oldest_go_first() -> None:
-    one = listening(scenes.served(1)).traced_nbytes
+    one = listening(scenes.traced(1)).traced_nbytes
     recent = Recent(PageConfig(), max_traced_nbytes=3 * one + one // 2)
     for number in range(1, 9):
-        for event in scenes.served(4 * number, START):
+        for event in scenes.traced(4 * number, START):
             recent(event)
     state = recent.snapshot(START)
     assert [each.trace for each in state.ended] == [True] * 3 + [False] * 5
@@ -510,7 +544,7 @@ def test_intervals_are_bounded_in_bytes_and_the_oldest_go_first() -> None:
 
 
 def test_a_request_larger_than_all_may_be_is_shown_without_its_intervals() -> None:
-    recent = listening(scenes.served(1), max_traced_nbytes=100)
+    recent = listening(scenes.traced(1), max_traced_nbytes=100)
     found = only(recent.snapshot(START))
     assert (found.trace, recent.traced_nbytes) == (False, 0)
     assert found.choices[0].tail_s is not None
@@ -519,16 +553,16 @@ def test_a_request_larger_than_all_may_be_is_shown_without_its_intervals() -> No
 def test_what_goes_off_the_list_takes_its_bytes_along() -> None:
     recent = Recent(PageConfig(recent=2))
     for number in range(20):
-        for event in scenes.served(4 * number):
+        for event in scenes.traced(4 * number):
             recent(event)
     two = recent.traced_nbytes
     assert len(recent.snapshot(START).ended) == 2
-    assert two == 2 * listening(scenes.served(4)).traced_nbytes
+    assert two == 2 * listening(scenes.traced(4)).traced_nbytes
 
 
 def test_none_are_kept_where_none_are_asked_for() -> None:
     recent = Recent(PageConfig(recent=0))
-    for event in scenes.served(1):
+    for event in scenes.traced(1):
         recent(event)
     state = recent.snapshot(START + 10 * SECOND)
     assert (state.ended, state.drawings, recent.traced_nbytes) == ((), (), 0)
@@ -545,7 +579,7 @@ def test_choices_are_bounded_too() -> None:
 
 
 def test_drawings_are_few() -> None:
-    events = [event for number in range(MAX_DRAWN + 4) for event in scenes.served(number)]
+    events = [event for number in range(MAX_DRAWN + 4) for event in scenes.traced(number)]
     drawings = shown(events).drawings
     assert [each.request for each in drawings] == list(range(MAX_DRAWN + 3, 3, -1))
 

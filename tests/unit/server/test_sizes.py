@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from headrace.errors import Refused
+from headrace.errors import HeadraceError, Refused
 from headrace.server import sizes
 from headrace.server.config import DecoderTable, SourceTable
-from headrace.server.sizes import Sizes, measured
+from headrace.server.sizes import Sizes, measure, measured
 from tests.unit.server.model_directory import (
     ELEMENTS,
     HEAD_DIM,
@@ -46,10 +47,15 @@ def test_the_sizes_of_a_model_are_those_of_its_geometry(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_geometry_is_refused_by_its_place(tmp_path: Path) -> None:
-    table = DecoderTable(model="m", dtype="int4")
-    directory = model_directory(tmp_path / "model")
-    with pytest.raises(Refused, match=r"^decoders\[1\]: dtype 'int4' is unknown; use one of bfl"):
-        measured([(DecoderTable(model="m"), directory), (table, directory)], [1, 1])
+    directory = str(model_directory(tmp_path / "model"))
+    good = {"place": "decoders[0]", "model": directory, "dtype": "float32", "context": CONTEXT}
+    for wrong, said in (
+        ({"dtype": "int4"}, "dtype 'int4' is unknown; use one of bfloat16"),
+        ({"model": str(tmp_path)}, f"{tmp_path} has no usable config.json"),
+    ):
+        asked = {"decoders": [good, {**good, "place": "decoders[1]", **wrong}]}
+        with pytest.raises(Refused, match=rf"^decoders\[1\]: {said}"):
+            measure(asked, lambda told: None)
 
 
 def test_where_nothing_reads_a_config_no_sizes_are_told(
@@ -70,3 +76,12 @@ def test_processes_that_hold_no_weights_here_count_for_none() -> None:
     assert sizes._sizes(DecoderTable(model="m", decoder="atom"), 1, 10, 7, 0) == Sizes(
         10, 7, 10, 14, 0
     )
+
+
+def test_what_cannot_be_loaded_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "headrace.engine.lanes", None)
+    asked = {"place": "", "model": str(tmp_path), "dtype": "float32", "context": CONTEXT}
+    with pytest.raises(HeadraceError, match=r"^a model's config cannot be read: import of head"):
+        measure({"decoders": [asked]}, lambda told: None)

@@ -184,6 +184,7 @@ def test_imports_in_pieces_belong_to_the_group_whose_cells_they_are() -> None:
         at("import", 500, 550, name=str(Span(4, 8, 0, 4)), nbytes=200),
         at("import", 550, 600, name=str(Span(2, 4, 0, 8)), nbytes=200),
         at("import", 600, 650, name=str(Span(9, 10, 0, 8)), nbytes=999),
+        at("import", 600, 650, name=str(Span(0, 1, 0, 9)), nbytes=999),
         at("import", 600, 650, name="what has no cells", nbytes=999),
     ]
     groups, comparable = layer_groups(source, owner)
@@ -333,7 +334,8 @@ def test_who_left_is_told_once_its_hand_off_ended() -> None:
     spans.take(on.arrived(3))  # never answered
     spans.close()
     spans.close()
-    spans.take(on.answered(3))
+    spans.take(on.arrived(4))
+    assert len(spans._ongoing) == 0
     found = exporter.get_finished_spans()
     assert len(named(found, f"chat {MODEL}")) == 2
     outcomes = [of(each)["headrace.outcome"] for each in named(found, "hand-off")]
@@ -346,10 +348,12 @@ class Stuck(SpanExporter):
 
     def __init__(self) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
+        self.taken = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.begun.set()
         self.go_on.wait()
+        self.taken += len(spans)
         return SpanExportResult.FAILURE
 
     def shutdown(self) -> None:
@@ -382,6 +386,25 @@ def test_a_collector_that_does_not_answer_holds_up_neither_requests_nor_the_end(
     spans.close(timeout_s=0.6)
     assert time.monotonic() - begun < 2
     assert took_s < 5  # 1,200 spans while nothing is taken: it would be for ever
+
+
+def test_what_nobody_takes_is_bounded(stuck: Stuck, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otel, "MAX_QUEUED", 64)
+    monkeypatch.setattr(otel, "_BATCH", 8)
+    spans = OtelSpans("tests", stuck)
+    for number in range(50):
+        for event in on.finished(number):
+            spans.take(event)
+    stuck.go_on.set()
+    spans.close()
+    assert 64 <= stuck.taken <= 64 + 8  # those that waited, and the batch that was taken
+
+
+def test_readings_that_contradict_each_other_give_no_tail() -> None:
+    early = on.ended(measured=on.measured(published_ns=119 * MS))
+    spans = sent(on.finished(ended=early))
+    assert named(spans, "transfer tail") == []
+    assert "headrace.transfer_tail_s" not in of(only(spans, "hand-off"))
 
 
 # What is configured.
@@ -465,6 +488,6 @@ def test_a_collector_that_is_not_there_holds_up_the_end_no_longer_than_it_may(
 
 def test_the_epoch_is_read_between_the_two_closest_readings() -> None:
     monotonic = iter([0, 100, 200, 210, 300, 390, 400, 480, 500, 590])
-    epoch = iter([1_050, 1_205, 1_900, 1_901, 1_902])
+    epoch = iter([1_800, 1_205, 1_900, 1_901, 1_902])
     assert epoch_offset_ns(lambda: next(monotonic), lambda: next(epoch)) == 1_000
     assert abs(epoch_offset_ns() - (time.time_ns() - time.monotonic_ns())) < 10**9

@@ -511,7 +511,7 @@ function faults(now) {
 const LANES_PX = 54;
 const ROWS = {  // top and height, px
   "compute": [2, 11], "write": [14, 8], "write both": [14, 8],
-  "import": [31, 11], "neighbour": [43, 8], "parked": [43, 8], "decode": [43, 8],
+  "import": [31, 11], "parked": [31, 11], "neighbour": [43, 8], "decode": [43, 8],
 };
 const BARS = {
   "compute": "the source computes a layer group", "write": "it writes the group into the slot",
