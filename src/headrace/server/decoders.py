@@ -294,6 +294,7 @@ class ServedDecoder:
                 ended,
                 tuple(choice.source_intervals),
                 tuple(choice.owner_intervals),
+                choice.job.num_prompt_tokens,
             )
         )
 

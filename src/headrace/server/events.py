@@ -63,7 +63,10 @@ class Decoded(Struct, frozen=True):
 
 
 class ChoiceEnded(Struct, frozen=True):
-    """An owner ended a choice. The intervals are there if the request was traced."""
+    """An owner ended a choice. The intervals are there if the request was traced.
+
+    num_prompt_tokens: of its own prompt; a request may have several.
+    """
 
     at_ns: int
     request: int
@@ -73,6 +76,7 @@ class ChoiceEnded(Struct, frozen=True):
     ended: Ended
     source_intervals: tuple[Interval, ...]
     owner_intervals: tuple[Interval, ...]
+    num_prompt_tokens: int = 0
 
 
 class Answered(Struct, frozen=True):

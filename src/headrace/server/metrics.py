@@ -229,9 +229,7 @@ class Metrics:
     def _count_prompt(
         self, event: ChoiceEnded, record: RequestRecord | None, *, local: bool
     ) -> None:
-        if record is None:
-            return
-        model, total = self._model(record), record.arrived.num_prompt_tokens
+        model, total = self._model(record), event.num_prompt_tokens
         reuse = event.ended.reuse
         cached = 0 if reuse is None else min(reuse.positions, total)
         computed = local or (reuse is not None and reuse.remainder == "owner")

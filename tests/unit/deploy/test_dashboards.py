@@ -179,6 +179,11 @@ def test_alarms_say_what_they_mean_and_how_urgent_they_are() -> None:
         assert rule["annotations"]["summary"].endswith(".")
 
 
+def test_the_operators_guide_says_what_to_do_about_each_alarm() -> None:
+    guide = (DEPLOY.parent / "docs" / "operate.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| (Headrace\w+) \|", guide, re.M) == [rule["alert"] for rule in rules()]
+
+
 def test_each_alarm_is_tried_as_firing_and_as_silent() -> None:
     tried: dict[str, set[bool]] = {}
     for scene in yaml_of(ALERT_TESTS)["tests"]:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import BackendUnavailable, Refused
-from headrace.runtime import pairs
 from headrace.runtime.pairs import (
     FLAGS,
     Spelling,
@@ -33,7 +32,7 @@ def said(check: object, *arguments: object, spelling: Spelling, **options: objec
 
 
 def test_a_source_is_refused_in_the_users_words() -> None:
-    options = {"dtype": None, "emulate": True}
+    options: dict[str, object] = {"dtype": None, "emulate": True}
     assert said(check_source, "torch", spelling=FLAGS, **options) == (
         "--emulate is for --source rngd, and it is torch; leave --emulate out"
     )
@@ -90,7 +89,7 @@ def test_a_missing_environment_is_told_in_the_users_words(
 ) -> None:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
     monkeypatch.delenv("HEADRACE_RNGD_PYTHON", raising=False)
-    monkeypatch.setattr(pairs.environment, "find", missing)
+    monkeypatch.setattr("headrace.runtime.pairs.environment.find", missing)
     for spelling, name in ((FLAGS, "--source-python"), (KEYS, "the.source_python")):
         with pytest.raises(BackendUnavailable, match=f"with {name}$") as caught:
             interpreter_for("rngd", None, spelling=spelling)

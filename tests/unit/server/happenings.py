@@ -89,7 +89,7 @@ def ended(**more: Any) -> Ended:
 
 
 def choice_ended(request: int = 1, at_ms: float = 200, choice: int = 0, **more: Any) -> ChoiceEnded:
-    event = ChoiceEnded(int(at_ms * MS), request, choice, DECODER, 3, ended(), (), ())
+    event = ChoiceEnded(int(at_ms * MS), request, choice, DECODER, 3, ended(), (), (), 100)
     return replace(event, **more)
 
 

@@ -247,6 +247,18 @@ def test_the_sources_of_prompt_tokens_sum_to_the_prompt(
     assert hits == (None if reuse is None else reuse.positions)
 
 
+def test_each_choice_counts_its_own_prompt_where_a_request_has_several() -> None:
+    metrics = told(
+        [
+            on.arrived(num_prompt_tokens=150, choices=2),
+            on.choice_ended(num_prompt_tokens=100),
+            on.choice_ended(choice=1, num_prompt_tokens=50),
+        ]
+    )
+    found = value(metrics, "prompt_tokens_total", model_name=MODEL, source="transferred")
+    assert found == 150
+
+
 def test_only_what_was_published_counts_as_prompt_tokens() -> None:
     failed = on.ended(outcome="failed", cause="source-died", measured=None)
     metrics = told([on.arrived(), on.dispatched(), on.choice_ended(ended=failed)])

@@ -148,7 +148,6 @@ def test_a_label_of_a_new_incarnation_is_not_the_old_one() -> None:
         Dispatched(START, 2, 0, "cpu", 7),
         Answered(START, 1, Terminal.OWNER_DIED, 503, False, "it died"),
         scenes.ready(incarnation=1),
-        scenes.looked(START, again, incarnation=1),
     ]
     recent = listening(events)
     recent(ChoiceEnded(START, 1, 0, "cpu", 0, scenes.ended(7), (), ()))
@@ -313,9 +312,11 @@ def test_counts_go_on_over_incarnations_and_never_twice() -> None:
     events.append(scenes.ready(incarnation=1))
     assert counted(shown(events), "dropped") == {"late": 2}
     events += [scenes.looked(START, dropped, incarnation=1)] * 2
-    events.append(scenes.looked(START, dropped, incarnation=0))  # late, of the one before
+    late = scenes.report(statistics=(("dropped", "late", 99),), lanes_free=77)
+    events.append(scenes.looked(START, late, incarnation=0))
     state = shown(events)
     assert counted(state, "dropped") == {"late": 4}
+    assert state.decoders[0].lanes_free == 4
     assert counted(state, "restarts") == {
         "a source was started again": 2,
         "an owner was started again": 1,
@@ -594,6 +595,12 @@ def test_texts_are_cut() -> None:
     texts = [only(state).label, only(state).model, only(state).reason, state.decoders[0].reason]
     texts.append(only(state).choices[0].reason)
     assert {len(text) for text in texts} == {MAX_SHOWN_TEXT}
+
+
+def test_what_is_not_shown_of_a_request_is_not_kept() -> None:
+    long = "".join(map(str, range(100_000)))
+    recent = listening([scenes.arrived(1, client=long, traceparent=long[1:], label=long[2:])])
+    assert reached(recent) < 100_000
 
 
 def test_reasons_are_bounded_in_number() -> None:

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 TIMEOUT_S: Final = 300.0
 PATH: Final = "/v1/completions"
-_WORDS: Final = (
+_TEXT: Final = (
     "water runs down the narrow channel to a wheel that turns all day while people bring grain and "
     "carry flour home before winter comes over the long valley where rivers meet near old bridges"
-).split()
+)
 
 
 def prompts_of(directory: Path, lengths: Sequence[int], count: int, seed: int) -> list[list[int]]:
     """Prompts of words at random, as ids of the model; lengths in tokens, by turns."""
-    codec, draw = ModelText(directory), random.Random(seed)
+    codec, draw, vocabulary = ModelText(directory), random.Random(seed), _TEXT.split()
     found = []
     for at in range(count):
         length = lengths[at % len(lengths)]
-        words = draw.choices(_WORDS, k=length)  # each has a token at least
+        words = draw.choices(vocabulary, k=length)  # each has a token at least
         found.append(codec.encode(" ".join(words), add_special=False)[:length])
     return found
 

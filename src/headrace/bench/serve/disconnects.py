@@ -51,7 +51,9 @@ async def measure(served: Served, setting: Setting, write: Write) -> None:
         watching = asyncio.ensure_future(watch(served, client, sizes.sample_s, write))
         numbers = iter(range(sizes.disconnects))
         draw = random.Random(setting.seed)
-        leavers = (_leaver(client, bodies, numbers, usual_s, draw, write) for _ in range(sizes.leavers))
+        leavers = (
+            _leaver(client, bodies, numbers, usual_s, draw, write) for _ in range(sizes.leavers)
+        )
         await asyncio.gather(*leavers)
         watching.cancel()
         await asyncio.wait([watching])
@@ -109,7 +111,8 @@ async def _after_chunks(answer: Answer, asking: asyncio.Future[Answer], num_chun
     """Wait for so many chunks, or for the end."""
     for _ in itertools.repeat(None, num_chunks):
         more = asyncio.ensure_future(answer.more.wait())
-        await asyncio.wait([more, asking], return_when=asyncio.FIRST_COMPLETED)
+        waited: list[asyncio.Future[Any]] = [more, asking]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         more.cancel()
         answer.more.clear()
         if asking.done():

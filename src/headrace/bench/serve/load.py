@@ -59,7 +59,9 @@ async def warm_up(
 ) -> None:
     """First use of the kernels, of all memory and of all connections."""
     await texts_of(client, bodies[:2])
-    await asyncio.gather(*(ask(client, body) for body in (bodies * at_once)[: 2 * at_once]))
+    await asyncio.gather(
+        *(ask(client, body) for body in itertools.islice(itertools.cycle(bodies), 2 * at_once))
+    )
 
 
 async def closed_loop(

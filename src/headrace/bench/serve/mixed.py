@@ -13,7 +13,6 @@ import random
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -56,6 +55,8 @@ async def run(setting: Setting, write: Write) -> None:
         keys.touch(0o600)
         keys.write_text("".join(f"{key}\n" for key in KEYS.values()))
         config = setting.config(http={"api_key_file": str(keys)})
+        told = setting.config(http={"api_key_file": "a file of two keys"})
+        write({"measure": "config", "arm": "two keys", "config": setting.told(told)})
         with Served(config) as served:
             await share(served, setting, write)
 
@@ -134,22 +135,23 @@ async def share(served: Served, setting: Setting, write: Write) -> None:
     ):
         await warm_up(modest, bodies, 2)
         for beside in (False, True):
-            others = (
-                [asyncio.ensure_future(_one_by_one(greedy, bodies, write, "greedy", True))
-                 for _ in range(GREEDY)]
-                if beside
-                else []
-            )  # fmt: skip
+            others = [
+                asyncio.ensure_future(_one_by_one(greedy, bodies, write, "greedy", beside))
+                for _ in range(GREEDY if beside else 0)
+            ]
             mine = asyncio.ensure_future(_one_by_one(modest, bodies, write, "modest", beside))
             await asyncio.sleep(setting.sizes.mixed_s / 2)
             for task in (mine, *others):
                 task.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.gather(mine, *others)
+            await asyncio.wait([mine, *others])
 
 
 async def _one_by_one(
-    client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]], write: Write, who: str, beside: bool
+    client: httpx.AsyncClient,
+    bodies: Sequence[dict[str, Any]],
+    write: Write,
+    who: str,
+    beside: bool,
 ) -> None:
     origin_ns = time.perf_counter_ns()
     for number in itertools.count():

@@ -166,7 +166,17 @@ def _headed(model: str) -> Iterator[Nonsense]:
 
 def _lined() -> Iterator[Nonsense]:
     """Methods, paths, versions, and bytes that are no HTTP."""
-    for method in ("GET", "PUT", "DELETE", "TRACE", "CONNECT", "OPTIONS", "post", "M" * 5000, "\xff"):
+    for method in (
+        "GET",
+        "PUT",
+        "DELETE",
+        "TRACE",
+        "CONNECT",
+        "OPTIONS",
+        "post",
+        "M" * 5000,
+        "\xff",
+    ):
         yield Nonsense(f"method {method[:12]}", request(b"", method=method), True)
     for path in (
         "/../../etc/passwd",
@@ -211,7 +221,9 @@ def mutated(model: str, count: int, seed: int) -> Iterator[tuple[str, bytes]]:
         body = copy.deepcopy(body)
         for _ in range(draw.randrange(3)):
             _odd_leaf(body, draw)
-        raw = bytearray(json.dumps(body, ensure_ascii=draw.random() < 0.5).encode("utf-8", "replace"))
+        raw = bytearray(
+            json.dumps(body, ensure_ascii=draw.random() < 0.5).encode("utf-8", "replace")
+        )
         for _ in range(draw.randrange(3)):
             _odd_bytes(raw, draw)
         yield path, bytes(raw)
@@ -250,7 +262,9 @@ def _odd_bytes(raw: bytearray, draw: random.Random) -> None:
         case 2:
             raw[at:at] = raw[at:stop] * draw.randrange(1, 20)
         case 3:
-            raw[at:at] = draw.choice((b"[", b"{", b'"', b",", b"1e999", b"\\u0000", b"\xff", b"9" * 99))
+            raw[at:at] = draw.choice(
+                (b"[", b"{", b'"', b",", b"1e999", b"\\u0000", b"\xff", b"9" * 99)
+            )
         case _:
             del raw[at:]
 

@@ -41,7 +41,7 @@ ARMS: Final = ("library", "http", "http", "library")
 
 
 async def run(setting: Setting, write: Write) -> None:
-    """Start both, and measure."""
+    """Start both, and measure; nothing else runs in this process meanwhile."""
     config = setting.config()
     write({"measure": "config", "config": setting.told(config)})
     with Served(config) as served:
@@ -120,7 +120,9 @@ def _by_library(library: OwnerClient, setting: Setting, prompt: Sequence[int]) -
     result = library.result(library.submit(prompt, options), came)
     answer.ended_ns = time.perf_counter_ns()
     if result.ended.outcome != "finished":
-        raise RequestFailed(f"a request by the library {result.ended.outcome}: {result.ended.reason}")
+        raise RequestFailed(
+            f"a request by the library {result.ended.outcome}: {result.ended.reason}"
+        )
     answer.status, answer.finished = 200, True
     return answer
 

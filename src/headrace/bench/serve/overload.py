@@ -66,12 +66,11 @@ async def _capacity(
     rows: list[dict[str, Any]] = []
     begun_s = time.monotonic()
     place = {"arm": "closed", "order": -1}
-    await closed_loop(
-        client, bodies, setting.lanes, setting.sizes.capacity_s, rows.append, **place
-    )
+    await closed_loop(client, bodies, setting.lanes, setting.sizes.capacity_s, rows.append, **place)
     for row in rows:
         write(row)
-    rate = max(1, sum(row["kind"] == "ok" for row in rows)) / (time.monotonic() - begun_s)
+    completed = sum(row["kind"] == "ok" for row in rows)
+    rate: float = max(1, completed) / (time.monotonic() - begun_s)
     write({"measure": "capacity", "requests_per_s": rate, "clients": setting.lanes})
     return rate
 

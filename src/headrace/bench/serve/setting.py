@@ -105,6 +105,12 @@ class Setting:
         del kept["directory"]
         return kept
 
+    def same(self) -> dict[str, Any]:
+        """What all rows of a file have in common; sizes may differ between its cases."""
+        kept = self.facts()
+        del kept["sizes"]
+        return kept
+
     def config(self, *, sources: int = 1, **tables: Mapping[str, Any]) -> dict[str, Any]:
         """A headrace.toml with one decoder and `sources` like sources; `tables`: more of it."""
         source = {

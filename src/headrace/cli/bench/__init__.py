@@ -16,6 +16,7 @@ from headrace.cli.bench.plot import plot_command
 from headrace.cli.bench.prefix import prefix_command
 from headrace.cli.bench.rngd import rngd_command
 from headrace.cli.bench.scale import scale_command
+from headrace.cli.bench.serve import serve_command
 from headrace.cli.bench.ttft import ttft_command
 
 bench_app = App(name="bench", help="Measure the hand-off; rows go to --out as JSON lines.")
@@ -32,3 +33,4 @@ bench_app.command(imports_command, name="imports")
 bench_app.command(batch_command, name="batch")
 bench_app.command(prefix_command, name="prefix")
 bench_app.command(rngd_command, name="rngd")
+bench_app.command(serve_command, name="serve")
