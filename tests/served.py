@@ -83,12 +83,12 @@ def model_directory(path: Path) -> Path:
 def decoder_table(
     name: str = "left", *, lanes: int = 2, slots: int = 4, num_sources: int = 1, **options: Any
 ) -> str:
-    """A `[[decoders]]` of a config; `options` are the decoder's."""
+    """A `[[decoders]]` of a config, also served by its own name; `options` are the decoder's."""
     lines = [
         "[[decoders]]",
         f'name = "{name}"',
         'model = "MODEL_DIRECTORY"',
-        f'served_as = ["{MODEL}"]',
+        f'served_as = ["{MODEL}", "{name}"]',
         'decoder = "tests.served:open_decoder"',
         f"lanes = {lanes}",
         f"context = {CONTEXT}",
@@ -211,7 +211,7 @@ class Served:
     def client(self, **more: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=WITHIN_S, **more)
 
-    def complete(self, prompt: str = "hello", **body: Any) -> httpx.Response:
+    def complete(self, prompt: str = "hi", **body: Any) -> httpx.Response:
         """A completion; greedy, and of 8 tokens, unless `body` says otherwise."""
         asked = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0} | body
         return httpx.post(f"{self.url}/v1/completions", json=asked, timeout=WITHIN_S)

@@ -6,18 +6,21 @@ the same words.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from msgspec import Meta, Struct, field
 
 from headrace.geometry import MAX_POSITIONS, Emission
 from headrace.messages import MAX_ATTEMPTS, AskedRoute, OnFailure, PrefixAsked
 
+NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
+ADDRESS: Final = r"^https?://[^@\s]+\Z"  # with `@` there may be a password in it
+
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_POSITIONS)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, lt=MAX_POSITIONS)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=1e9)]
 Delay: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
-Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+Name: TypeAlias = Annotated[str, Meta(pattern=NAME)]
 ServedName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -147,7 +150,8 @@ class TelemetryConfig(_Table, frozen=True, kw_only=True):
     """`[telemetry]`: logs, and where spans go."""
 
     otlp_endpoint: Annotated[
-        str | None, says("Where OpenTelemetry spans are sent (needs headrace[otel]).")
+        Annotated[str, Meta(pattern=ADDRESS)] | None,
+        says("Where OpenTelemetry spans are sent (needs headrace[otel])."),
     ] = None
     service_name: Annotated[ServedName, says("What the spans call this service.")] = "headrace"
     log_level: Annotated[

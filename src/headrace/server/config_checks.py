@@ -21,7 +21,7 @@ from headrace.engine.text import max_positions_of
 from headrace.errors import Refused
 from headrace.runtime.config import SourceConfig, names_of
 from headrace.runtime.pairs import LANES, NULL
-from headrace.server.config import DecoderTable, HttpConfig, ServeConfig
+from headrace.server.config import DecoderTable, HttpConfig, ServeConfig, TelemetryConfig
 from headrace.server.config_file import decoder_names
 from headrace.server.owner_configs import OwnerStart, owner_config, request_options
 from headrace.server.sizes import Sizes, measured
@@ -58,7 +58,7 @@ def check_config(config: ServeConfig) -> Checked:
         BackendUnavailable: a vendor's environment is not there.
     """
     _check_http(config.http)
-    _check_telemetry(config)
+    _check_telemetry(config.telemetry)
     _check_requests(config)
     names = decoder_names(config.decoders)
     _check_sources(config.decoders)
@@ -140,24 +140,16 @@ def _loopback(host: str) -> bool:
         return False
 
 
-def _check_telemetry(config: ServeConfig) -> None:
-    endpoint = config.telemetry.otlp_endpoint
-    if endpoint is None:
+def _check_telemetry(telemetry: TelemetryConfig) -> None:
+    if telemetry.otlp_endpoint is None:
         return
-    name = "telemetry.otlp_endpoint"
     try:
-        parts = urlsplit(endpoint)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        parts = urlsplit(telemetry.otlp_endpoint)
+        good = bool(parts.hostname) and parts.port != 0
     except ValueError:
         good = False
     if not good:
-        raise Refused(f"{name} is no http or https address", field="otlp_endpoint")
-    if "@" in parts.netloc:
-        raise Refused(
-            f"{name} holds a user or a password; leave them out and put what the collector asks "
-            "for into OTEL_EXPORTER_OTLP_HEADERS",
-            field="otlp_endpoint",
-        )
+        raise Refused("telemetry.otlp_endpoint is no http or https address", field="otlp_endpoint")
 
 
 def _check_requests(config: ServeConfig) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 from msgspec import NODEFAULT, inspect
 
-from headrace.server.config import ServeConfig
+from headrace.server.config import ADDRESS, NAME, ServeConfig
 
+_PATTERNS: Final = {
+    NAME: "a name of up to 64 letters, digits and . _ -, the first a letter or digit",
+    ADDRESS: "an http or https address; what the collector asks for belongs into "
+    "OTEL_EXPORTER_OTLP_HEADERS",
+}
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 
 
@@ -129,7 +134,7 @@ def _range(kind: inspect.IntType | inspect.FloatType) -> str:
 
 def _text_rule(kind: inspect.StrType) -> str:
     if kind.pattern is not None:
-        return "a name of up to 64 letters, digits and . _ -, the first a letter or digit"
+        return _PATTERNS[kind.pattern]
     if kind.max_length is not None:
         return f"a text of {kind.min_length} to {kind.max_length} characters"
     return "a text that is not empty" if kind.min_length else "a text"

@@ -26,10 +26,12 @@ from headrace.server.dispatch import Dispatcher
 from headrace.server.http import App
 from headrace.server.metrics import Metrics
 from headrace.server.metrics_route import metrics_route
+from headrace.server.page_notes import notes_of
 from headrace.server.page_routes import routes as page_routes
 from headrace.server.prepared import Prepared, prepare
 from headrace.server.queue import FairQueue
 from headrace.server.recent import Recent
+from headrace.version import VERSION
 
 _log = logging.getLogger("headrace.server")
 
@@ -107,7 +109,11 @@ class _Serving:
         self._begun_s = time.monotonic()
         self._told = events.Events()
         self._metrics = Metrics(prepared.models, prepared.source_names)
-        self._recent = Recent(config.page)
+        self._recent = Recent(
+            config.page,
+            notes=notes_of({each.name: each.owner for each in prepared.decoders}),
+            stamp={"headrace": VERSION, "clock": "host CLOCK_MONOTONIC"},
+        )
         self._spans = prepared.spans
         for listener in (self._metrics.take, self._recent, self._log_event):
             self._told.listen(listener)

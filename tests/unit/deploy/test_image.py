@@ -14,6 +14,7 @@ import pytest
 
 from headrace.cli.serve import ServeOptions
 from headrace.server.config import HttpConfig
+from headrace.server.config_file import read_config
 
 ROOT = Path(__file__).parents[3]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
@@ -121,4 +122,6 @@ def test_models_are_in_a_volume_and_none_is_in_the_image() -> None:
     assert f"HEADRACE_CACHE={volume}" in environment
     made = next(rest for rest in of("RUN") if "install" in rest)
     assert volume in made  # owned by the user before it becomes a volume
+    for decoder in read_config(ROOT / "deploy" / "headrace.toml").decoders:
+        assert str(Path(decoder.control or "").parent) in made
     assert "models pull" not in " ".join(rest for _, rest in instructions())

@@ -58,7 +58,11 @@ def test_hardening_leaves_what_headrace_needs() -> None:
     assert "MemoryDenyWriteExecute" not in given
     assert "ProcSubset" not in given
     assert set(given["RestrictAddressFamilies"].split()) == {"AF_UNIX", "AF_INET", "AF_INET6"}
-    assert given["Environment"] == f"HEADRACE_CACHE=/var/cache/{given['CacheDirectory']}"
+    cache = f"/var/cache/{given['CacheDirectory']}"
+    assert given["Environment"].split() == [
+        f"HEADRACE_CACHE={cache}",
+        f"HF_HOME={cache}/huggingface",
+    ]
 
 
 def test_every_control_socket_of_the_example_is_in_its_directory() -> None:

@@ -294,14 +294,14 @@ def test_a_key_file_that_is_none_is_refused_without_repeating_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["collector:4318", "ftp://x", "http://", "http://x:99999", "http://u:pw@x:4318"]
+    "endpoint", ["c:4318", "ftp://x", "http://", "http://:80", "http://x:99999", "http://u:pw@x"]
 )
 def test_an_endpoint_that_is_none_is_refused_without_its_password(
     model: Path, endpoint: str
 ) -> None:
     said = refusal(f"{config_of(model)}\n[telemetry]\notlp_endpoint = '{endpoint}'")
-    assert said.startswith("telemetry.otlp_endpoint ")
-    assert "pw" not in said.replace("password", "")
+    assert said.removeprefix("f: ").startswith("telemetry.otlp_endpoint ")
+    assert "pw" not in said
     fine = "http://collector:4318/v1/traces"
     assert checked(f"{config_of(model)}\n[telemetry]\notlp_endpoint = '{fine}'").decoders
 

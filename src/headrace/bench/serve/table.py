@@ -173,34 +173,48 @@ def _overhead(rows: Rows) -> Iterator[Figure]:
     paired = of(rows, "paired")
     for prompt in sorted({row["prompt"] for row in paired}):
         mine = of(paired, "paired", prompt=prompt)
-        ttft = _arms(mine, lambda row: float(row["ttft_ms"]))
-        token = _arms(mine, lambda row: _mean(row["gaps_us"]) / 1e3)
+        ttft = by_arm(mine, lambda row: row["ttft_ms"])
+        token = by_arm(mine, _token_ms)
         for name, arms in (("TTFT", ttft), ("token time", token)):
-            for arm, by_repeat in arms.items():
-                each = [value for values in by_repeat.values() for value in values]
-                yield _stated(f"{name}, {prompt} tokens, {arm}, ms", str(spread(each)))
-        added = [_mean(ttft["http"][at]) - _mean(ttft["library"][at]) for at in ttft["http"]]
-        share = median(added) / median([_mean(each) for each in ttft["library"].values()])
-        result = f"{spread(added)} ms, {share:+.1%}"
-        goal = f"at most +{MOST_TTFT_MS:.0f} ms"
-        yield Figure(f"TTFT, {prompt} tokens, added", goal, result, median(added) <= MOST_TTFT_MS)
-        ratio = [_mean(token["http"][at]) / _mean(token["library"][at]) - 1 for at in token["http"]]
-        more = [_mean(token["http"][at]) - _mean(token["library"][at]) for at in token["http"]]
-        result = f"{median(ratio):+.1%}, {median(more):+.3f} ms [p10, p90 {_range(ratio)}]"
-        goal = f"at most +{MOST_TOKEN_TIME:.0%}"
-        met = median(ratio) <= MOST_TOKEN_TIME
-        yield Figure(f"token time, {prompt} tokens, added", goal, result, met)
+            for arm, means in arms.items():
+                if means:
+                    found = str(spread(list(means.values())))
+                    yield _stated(f"{name}, {prompt} tokens, {arm}, mean of two, ms", found)
+        if ttft["http"]:
+            added, share = added_by(ttft)
+            goal, met = f"at most +{MOST_TTFT_MS:.0f} ms", median(added) <= MOST_TTFT_MS
+            told = f"{spread(added)} ms, {median(share):+.1%}"
+            yield Figure(f"TTFT, {prompt} tokens, added", goal, told, met)
+        if token["http"]:
+            added, share = added_by(token)
+            goal, met = f"at most +{MOST_TOKEN_TIME:.0%}", median(share) <= MOST_TOKEN_TIME
+            told = f"{median(share):+.1%} [{_range(share)}], {median(added):+.3f} ms"
+            yield Figure(f"token time, {prompt} tokens, added", goal, told, met)
 
 
-def _arms(
-    rows: Rows, value: Callable[[dict[str, Any]], float]
-) -> Mapping[str, dict[int, list[float]]]:
-    """By arm and repeat, of the repeats that are whole."""
-    arms: dict[str, dict[int, list[float]]] = {"library": {}, "http": {}}
+def by_arm(
+    rows: Rows, value: Callable[[dict[str, Any]], float | None]
+) -> Mapping[str, dict[int, float]]:
+    """The mean of each arm's two requests by repeat, of the repeats that have all four."""
+    found: dict[str, dict[int, list[float]]] = {"library": {}, "http": {}}
     for row in rows:
-        arms[row["arm"]].setdefault(row["repeat"], []).append(value(row))
-    whole = [at for at in arms["http"] if len(arms["http"][at]) == 2 == len(arms["library"][at])]
-    return {arm: {at: values[at] for at in whole} for arm, values in arms.items()}
+        one = value(row)
+        if one is not None:
+            found[row["arm"]].setdefault(row["repeat"], []).append(one)
+    library, http = found["library"], found["http"]
+    whole = [at for at in http if len(http[at]) == 2 == len(library.get(at, ()))]
+    return {arm: {at: sum(each[at]) / 2 for at in whole} for arm, each in found.items()}
+
+
+def added_by(arms: Mapping[str, dict[int, float]]) -> tuple[list[float], list[float]]:
+    """What HTTP adds in each repeat, and as a share of the library's."""
+    pairs = [(arms["http"][at], arms["library"][at]) for at in arms["http"]]
+    return [http - own for http, own in pairs], [http / own - 1 for http, own in pairs]
+
+
+def _token_ms(row: dict[str, Any]) -> float | None:
+    """The mean time of a token after the first chunk, ms."""
+    return _mean(row["gaps_us"]) / 1e3 if row["gaps_us"] else None
 
 
 def _mixed(rows: Rows) -> Iterator[Figure]:
