@@ -30,7 +30,7 @@ from tests.faults.lab import CountingDecoder
 MODEL = "letters"
 END = 0  # the token that ends a text
 CONTEXT = 256
-WITHIN_S = 30.0
+WITHIN_S = 6.0
 GEOMETRY: dict[str, Any] = {"layers": 4, "heads": 2, "head_dim": 8, "vocab_size": 256}
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

@@ -275,9 +275,9 @@ def _memory_warnings(
 def _too_much(table: DecoderTable, lanes: int, size: Sizes, total: int) -> str:
     slots = sum(each.slots for each in table.sources)
     return (
-        f"{lanes} lanes of {_gb(size.lane)} and {slots} slots of {_gb(size.slot)} at "
-        f"{table.context} positions are {_gb(size.reserved)} here, and this host has "
-        f"{_gb(total)}; lower lanes, slots or context"
+        f"{_many(lanes, 'lane')} of {_gb(size.lane)} and {_many(slots, 'slot')} of "
+        f"{_gb(size.slot)} at {table.context} positions are {_gb(size.reserved)} here, and this "
+        f"host has {_gb(total)}; lower lanes, slots or context"
     )
 
 
@@ -295,12 +295,16 @@ def _warnings(config: ServeConfig) -> list[str]:
     for index, table in enumerate(config.decoders):
         if table.decoder == NULL:
             found.append(
-                f"decoders[{index}].decoder is null, which decodes nothing: only "
-                "requests of max_tokens 0 are served"
+                f"decoders[{index}].decoder is null, which decodes nothing: only requests of "
+                "max_tokens 0 are served"
             )
     if config.http.allow_open and not _loopback(config.http.host):
         found.append(f"http.host is {config.http.host} and anybody may use it")
     return found
+
+
+def _many(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _gb(nbytes: int) -> str:

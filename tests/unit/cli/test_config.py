@@ -25,13 +25,16 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_check_prints_a_line_for_each_decoder(
-    file: Path, capsys: pytest.CaptureFixture[str]
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real way, with the child that reads the model's config."""
+    sizes = [Sizes(1000, 2000, 1000, 4000, 0)]
+    monkeypatch.setattr("headrace.server.config_checks.measured", lambda tables, lanes: sizes)
     assert run_command(["config", "check", str(file)]) == 0
     out, err = capsys.readouterr()
     assert out.count("\n") == 1
-    assert out.startswith(f"cpu: {file.parent / 'model'} by torch -> cpu: 1 lane and 2 slots take ")
+    assert out.startswith(
+        f"cpu: {file.parent / 'model'} by torch -> cpu: 1 lane and 2 slots take 5.0 kB"
+    )
     assert out.endswith("; ready to serve\n")
     assert err.startswith("headrace: warning: decoders and sources have 4097 threads in all")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from headrace.engine.capacity import MEMORY_MARGIN_NBYTES
 from headrace.errors import BackendUnavailable, Refused
 from headrace.server import config_checks
 from headrace.server.config_checks import (
@@ -317,12 +318,20 @@ def test_more_lanes_or_slots_than_memory_are_refused(
     )
     more = "[[decoders.sources]]\nslots = 16"
     assert refusal(config_of(model, own="context = 64\nlanes = 1", more=more)).startswith(
-        "decoders[0]: 1 lanes of 1.07 GB and 16 slots"
+        "decoders[0]: 1 lane of 1.07 GB and 16 slots"
     )
     other = model_directory(tmp_path / "other")
     two = f"lanes = 2\n[[decoders]]\ncontext = 64\nlanes = 5\nmodel = '{other}'"
     assert refusal(config_of(model, more=two)).startswith("decoders[1]: 5 lanes")
     assert checked(config_of(model, own="context = 64\nlanes = 5")).decoders
+
+
+def test_a_margin_is_left_to_the_processes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = config_of(model, own="context = 64\nlanes = 1")
+    takes(monkeypatch, lane=8 * GIB - MEMORY_MARGIN_NBYTES, slot=0, weights=0)
+    assert checked(text).decoders
+    takes(monkeypatch, lane=8 * GIB - MEMORY_MARGIN_NBYTES + 1, slot=0, weights=0)
+    assert refusal(text).startswith("decoders[0]: 1 lane of")
 
 
 def test_what_may_not_fit_is_warned_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

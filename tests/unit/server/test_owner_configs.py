@@ -137,6 +137,7 @@ def test_limits_logs_and_restarts_are_passed_on(
     plain = started(DecoderTable(model="m")).config
     assert (plain.local, plain.control) == (False, None)
     assert plain.restart == RestartPolicy()
+    assert "decode_batch" not in plain.decoder_options  # a decoder that has no such option takes it
 
 
 @pytest.mark.parametrize("prefix", ["off", "identical", "shared"])
