@@ -49,6 +49,7 @@ def serve(config: ServeConfig, told: Told) -> int:
         Refused: the config cannot be served here, in one sentence.
     """
     configure(config.telemetry.log_level, as_json=config.telemetry.log_json)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # what it says of itself is said here
     listening = listen(config.http)
     with listening:
         prepared = prepare(config)
@@ -213,17 +214,18 @@ class _Serving:
             case events.DecoderChanged():
                 self._print(self._decoder_line(event))
                 self._say_when_ready()
-            case events.Answered():
+            case events.Arrived():
+                asked = f"{event.endpoint} of {event.num_prompt_tokens} tokens"
                 _log.info(
-                    "request %d: %s %d%s",
-                    event.request,
-                    event.terminal.value,
-                    event.status,
-                    f": {event.reason}" if event.reason else "",
+                    "request %d: %s by %s as %s", event.request, asked, event.client, event.label
                 )
+            case events.Answered():
+                why = f": {event.reason}" if event.reason else ""
+                ending = f"{event.terminal.value} {event.status}{why}"
+                _log.info("request %d: %s", event.request, ending)
             case events.Rejected():
-                _log.info("%s: %s %d: %s", event.endpoint, event.terminal.value, event.status,
-                          event.reason)  # fmt: skip
+                ending = f"{event.terminal.value} {event.status}: {event.reason}"
+                _log.info("%s: %s", event.endpoint, ending)
 
     def _decoder_line(self, event: events.DecoderChanged) -> str:
         decoder = next(each for each in self._decoders if each.name == event.decoder)
