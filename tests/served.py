@@ -25,12 +25,13 @@ import pytest
 from headrace.backends.null import decoder_like
 from headrace.backends.replay import open as open_replay
 from headrace.errors import Refused
+from tests.faults.census import left_in_shm, names_in_shm
 from tests.faults.lab import CountingDecoder
 
 MODEL = "letters"
 END = 0  # the token that ends a text
 CONTEXT = 256
-WITHIN_S = 6.0
+WITHIN_S = 30.0
 GEOMETRY: dict[str, Any] = {"layers": 4, "heads": 2, "head_dim": 8, "vocab_size": 256}
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -130,22 +131,22 @@ class Served:
     """The server's process. `lines`: what it printed and logged, as it comes."""
 
     def __init__(
-        self, directory: Path, *tables: str, ready: bool = True, env: Mapping[str, str] | None = None
+        self,
+        directory: Path,
+        *tables: str,
+        arguments: Sequence[str] = (),
+        ready: bool = True,
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        model = directory / "model"
-        if not model.exists():
-            model_directory(model)
-        config = "\n".join(tables or (decoder_table(),))
-        if "[http]" not in config:
-            config += "\n[http]\nport = 0\n"
-        path = directory / "headrace.toml"
-        path.write_text(config.replace("MODEL_DIRECTORY", str(model)))
-        self.shm = sorted(os.listdir("/dev/shm"))
+        """`tables`: of its config. `arguments`: instead of a config. ready: wait until it is."""
+        if not arguments:
+            arguments = [f"--config={_config(directory, tables or (decoder_table(),))}"]
+        self.shm = names_in_shm()
         self.lines: list[str] = []
         self.url = ""
         self._seen: set[int] = set()
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "headrace", "serve", f"--config={path}"],
+            [sys.executable, "-W", "error", "-m", "headrace", "serve", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -186,9 +187,7 @@ class Served:
             return [match for line in self.lines if (match := re.search(pattern, line))]
 
         with self._told:
-            self._told.wait_for(
-                lambda: len(found()) >= count or self._all_told, WITHIN_S
-            )
+            self._told.wait_for(lambda: len(found()) >= count or self._all_told, WITHIN_S)
             matches = found()
         if len(matches) < count:
             pytest.fail(f"not within {WITHIN_S} s: {pattern!r} x {count}\n" + "\n".join(self.lines))
@@ -236,7 +235,7 @@ class Served:
         assert self._process.stderr is not None
         self._process.stderr.close()
         self.until(lambda: not any(map(_alive, self._seen)), f"{self._seen} end")
-        assert sorted(os.listdir("/dev/shm")) == self.shm
+        assert not left_in_shm(self.shm)
         return status
 
     def close(self) -> None:
@@ -277,6 +276,19 @@ def served_once(directory: Path, arguments: Sequence[str]) -> subprocess.Complet
         timeout=WITHIN_S,
         check=False,
     )
+
+
+def _config(directory: Path, tables: Sequence[str]) -> Path:
+    """A headrace.toml of these tables, with a model beside it."""
+    model = directory / "model"
+    if not model.exists():
+        model_directory(model)
+    config = "\n".join(tables)
+    if "[http]" not in config:
+        config += "\n[http]\nport = 0\n"
+    path = directory / "headrace.toml"
+    path.write_text(config.replace("MODEL_DIRECTORY", str(model)))
+    return path
 
 
 def _children(pid: int) -> list[int]:

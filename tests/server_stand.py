@@ -69,7 +69,9 @@ class Template:
 
 def served_model(name: str = MODEL, context: int = CONTEXT) -> ServedModel:
     """A model whose tokens are bytes."""
-    return ServedModel(name, Letters(), cast(Any, Template()), context, 256, "fp_letters")
+    return ServedModel(
+        name, cast(Any, Letters()), cast(Any, Template()), context, 256, "fp_letters"
+    )
 
 
 def serve_config(**tables: Any) -> ServeConfig:
@@ -121,7 +123,9 @@ class ScriptedDecoder:
 
     def _withdraw(self, choice: Choice) -> None:
         self.withdrawn.append(choice)
-        asyncio.get_running_loop().call_soon(self.end, choice, ended("cancelled", cause="cancelled"))
+        asyncio.get_running_loop().call_soon(
+            self.end, choice, ended("cancelled", cause="cancelled")
+        )
 
     def say(self, choice: Choice, text: str, **more: Any) -> None:
         """A token for each byte of `text`."""
@@ -161,7 +165,7 @@ class Client:
     ) -> None:
         self.sent: list[Message] = []
         self.reads = True  # False: what is sent to it is never taken
-        self.num_waits = 0
+        self.num_sends = 0
         self._chunks = [body] if isinstance(body, bytes) else list(body)
         self._left = asyncio.Event()
         scope = {
@@ -183,6 +187,7 @@ class Client:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
+        self.num_sends += 1
         if not self.reads:
             await asyncio.Event().wait()
         await asyncio.sleep(0)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from headrace.bench import serve
 from headrace.bench.faults.table import Figure
 from headrace.bench.rows import RowFile, read_rows
-from headrace.bench.serve import disconnects, load, malformed, overhead
+from headrace.bench.serve import disconnects, kills, load, malformed, mixed, overhead
 from headrace.bench.serve.asking import Answer, prompts_of
 from headrace.bench.serve.child import Served, ServerFailed, memory_of, parent_of, toml
 from headrace.bench.serve.kills import verdict
@@ -29,50 +30,28 @@ from headrace.bench.serve.table import READ, figures
 from headrace.bench.serve.trends import is_flat, trend
 from headrace.cli import run_command
 from headrace.errors import Refused
-from tests.bench import cheap_decoder
 
 pytest.importorskip("httpx")
 pytest.importorskip("starlette")
-tokenizers = pytest.importorskip("tokenizers")
-tomllib = pytest.importorskip("tomllib")
+pytest.importorskip("tokenizers")
 
+DECODER = "tests.served:open_decoder"
+GEOMETRY: dict[str, Any] = {"layers": 4, "heads": 2, "head_dim": 8, "vocab_size": 256}
 Rows = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     """A model of a tokenizer alone, one token a byte: replay computes nothing."""
-    directory = tmp_path_factory.mktemp("served") / "letters"
-    directory.mkdir()
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "vocab_size": cheap_decoder.VOCABULARY,
-        "max_position_embeddings": 512,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    header = json.dumps({"w": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}).encode()
-    (directory / "model.safetensors").write_bytes(
-        len(header).to_bytes(8, "little") + header + bytes(2)
-    )
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: index for index, letter in enumerate(letters)}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.save(str(directory / "tokenizer.json"))
+    from tests.served import MODEL, model_directory
+
+    directory = model_directory(tmp_path_factory.mktemp("served") / MODEL)
     return Setting(
-        model="letters",
+        model=MODEL,
         directory=directory,
         source="replay",
-        source_options={**cheap_decoder.GEOMETRY, "layer_ms": 2.0},
-        decoder=cheap_decoder.FACTORY,
+        source_options={**GEOMETRY, "layer_ms": 1.0},
+        decoder=DECODER,
         context=128,
         sizes=QUICK,
     )
@@ -143,27 +122,52 @@ def test_http_and_the_library_take_turns(served: Served, setting: Setting) -> No
 
 @pytest.mark.usefixtures("nothing_left")
 def test_cases_are_run_by_name_and_gone_on_with(
-    setting: Setting, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    setting: Setting,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Overload, and kills of two sources: what needs configs of its own."""
+    """What needs configs of its own; of kills and of mixed lengths one arm."""
+    monkeypatch.setattr(kills, "SOURCES", (2,))
+    monkeypatch.setattr(mixed, "ARMS", ("rule",))
     out = tmp_path / "serve.jsonl"
     words = ["--model", str(setting.directory), "--source", setting.source, "--quick"]
     words += ["--source-options", json.dumps(setting.source_options), "--context", "128"]
     words += ["--decoder", setting.decoder, "--out", str(out)]
     assert run_command(["bench", "serve", "overload", *words]) == 0
-    assert run_command(["bench", "serve", "overload", "kills", "--resume", *words]) == 0
-    said = capsys.readouterr().out
-    assert "overload: its rows are there" in said
+    assert run_command(["bench", "serve", "overload", "kills", "mixed", "--resume", *words]) == 0
+    assert "overload: its rows are there" in capsys.readouterr().out
     rows = read_rows(out)
     assert str(setting.directory) not in out.read_text(), "a place of this machine"
-    assert [row["case"] for row in rows if row["measure"] == "end"] == ["overload", "kills"]
-    arms = [row["arm"] for row in rows if row["measure"] == "request" and row["case"] == "overload"]
+    ends = [row["case"] for row in rows if row["measure"] == "end"]
+    assert ends == ["overload", "kills", "mixed"]
+    check_overload([row for row in rows if row["case"] == "overload"])
+    check_kills([row for row in rows if row["case"] == "kills"])
+    check_mixed([row for row in rows if row["case"] == "mixed"])
+
+
+def check_overload(rows: Rows) -> None:
+    arms = [row["arm"] for row in rows if row["measure"] == "request"]
     assert set(arms) == {"closed", "1x", "4x"}
-    kills = [row for row in rows if row["case"] == "kills"]
-    assert any(row["measure"] == "kill" and row["killed"] for row in kills)
-    assert {row["verdict"] for row in kills if row["measure"] == "request"} <= {"exact", "error"}
-    assert sum(row["restarts"] for row in kills if row["measure"] == "restarts") > 0
-    assert [figure for figure in figures(kills) if figure.met is False] == []
+    found = {figure.name: figure.met for figure in READ["overload"](rows)}
+    assert found["other failures, 4x"]
+    assert found["refused with 429, 4x"]
+
+
+def check_kills(rows: Rows) -> None:
+    assert any(row["measure"] == "kill" and row["killed"] for row in rows)
+    verdicts = {row["verdict"] for row in rows if row["measure"] == "request"}
+    assert verdicts <= {"exact", "error"}
+    assert sum(row["restarts"] for row in rows if row["measure"] == "restarts") > 0
+    read("kills", rows)
+
+
+def check_mixed(rows: Rows) -> None:
+    requests = [row for row in rows if row["measure"] == "request"]
+    assert {row["length"] for row in requests} == {"long", "short"}
+    assert {row["kind"] for row in requests} == {"ok"}
+    both = {row["client"] for row in rows if row["measure"] == "share" and row["beside"]}
+    assert both == {"modest", "greedy"}
 
 
 @pytest.mark.parametrize(
@@ -362,5 +366,5 @@ def test_only_cases_that_came_to_their_end_have_figures(setting: Setting) -> Non
 
 def test_the_context_holds_the_longest_request(setting: Setting) -> None:
     setting.check()
-    with pytest.raises(Refused, match="letters holds 512"):
-        replace(setting, context=4096, sizes=replace(QUICK, long=600)).check()
+    with pytest.raises(Refused, match="letters holds 4096"):
+        replace(setting, context=8192, sizes=replace(QUICK, long=5000)).check()

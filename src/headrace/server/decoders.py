@@ -8,46 +8,23 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from headrace.errors import HeadraceError, PeerDied, Refused, RemoteProtocolError, WouldBlock
 from headrace.messages import Ended, Events, FromOwner, Inspect, Inspected, Token, Up, Withdraw
-from headrace.runtime.config import OwnerConfig
 from headrace.runtime.owner_link import OwnerLink
 from headrace.runtime.requests import RequestOptions
-from headrace.runtime.supervisor import Restart, RestartPolicy, Supervisor
+from headrace.runtime.supervisor import Restart, Supervisor
 from headrace.server import events
 from headrace.server.choices import Choice
+from headrace.server.decoder_settings import DecoderSettings
+from headrace.server.standing import Standing
 from headrace.server.terminals import Ending, Terminal
 
 _log = logging.getLogger("headrace.server")
 
 RECEIVED_AT_ONCE = 256  # messages of one owner, before others have their turn
 CLOSE_GRACE_S = 5.0
-_IN_SERVICE = "in service"
-_FOR_GOOD = ("set aside", "gone")
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderSettings:
-    """What one decoder is served with.
-
-    prefill_chunk: positions that a source computes at once, 0 = all; part of the pairing.
-    look_every_s: how often its owner is asked what it holds. silence_s: how long it may leave that
-    unanswered before it is taken for stuck and ended. start_s: how long it may take to be ready.
-    pair: source and decoder, as figures of them are named.
-    """
-
-    name: str
-    models: tuple[str, ...]
-    owner: OwnerConfig
-    interpreter: str | None = None
-    restart: RestartPolicy = field(default_factory=RestartPolicy)
-    prefill_chunk: int = 0
-    look_every_s: float = 1.0
-    silence_s: float = 120.0
-    start_s: float = 900.0
-    pair: str = ""
 
 
 class ServedDecoder:
@@ -88,41 +65,32 @@ class ServedDecoder:
     # What it can take.
 
     @property
+    def _standing(self) -> Standing:
+        return Standing(self.up, self.report, self.settings.owner.local)
+
+    @property
     def lanes(self) -> int:
         """Lanes in service."""
-        if self.up is None:
-            return 0
-        report = self.report
-        apart = 0 if report is None else sum(each.state == "quarantined" for each in report.lanes)
-        return max(0, self.up.lanes - apart)
+        return self._standing.lanes
 
     @property
     def sources(self) -> int:
-        """Sources in service; all of them until the owner was first asked."""
-        if self.up is None:
-            return 0
-        if self.report is None:
-            return self.up.num_sources
-        return sum(each.state == _IN_SERVICE for each in self.report.sources)
+        """Sources in service."""
+        return self._standing.sources
 
     @property
     def ready(self) -> bool:
-        """Whether a source and the owner can take work."""
-        return self.state == "ready" and self.lanes > 0 and self.sources > 0
+        """Whether a source and the owner can take work, or the owner by itself."""
+        standing = self._standing
+        able = standing.sources > 0 or standing.alone
+        return self.state == "ready" and standing.lanes > 0 and able
 
     @property
     def hopeless(self) -> bool:
         """Whether it serves nothing any more, whatever is waited for."""
         if self.state in ("set aside", "stopped"):
             return True
-        return self.state == "ready" and (self.lanes == 0 or self._sources_gone())
-
-    def _sources_gone(self) -> bool:
-        """Whether no source of its can come back, and the owner computes nothing by itself."""
-        if self.report is None or self.settings.owner.local:
-            return False
-        sources = self.report.sources
-        return bool(sources) and all(each.state in _FOR_GOOD for each in sources)
+        return self.state == "ready" and (self.lanes == 0 or self._standing.forsaken)
 
     @property
     def load(self) -> float:
@@ -135,11 +103,10 @@ class ServedDecoder:
         Not more than its sources have slots for at once: who is next is decided in the queue.
         Prompts of at least `long_from` positions (0: none is long) leave one of several lanes free.
         """
-        up = self.up
-        if not self.ready or up is None:
+        if not self.ready:
             return False
         running = self._running.values()
-        slots = up.num_slots * self.sources // max(1, up.num_sources)
+        slots = self._standing.slots
         ahead = min(self.settings.owner.prefetch_depth, max(0, slots - 1))
         if len(self._running) >= self.lanes + ahead:
             return False
@@ -161,8 +128,6 @@ class ServedDecoder:
         self._send(lambda link: self._submit(link, label, choice, options))
 
     def _submit(self, link: OwnerLink, label: int, choice: Choice, options: RequestOptions) -> None:
-        if label not in self._running:
-            return  # withdrawn before it could be told
         try:
             link.submit(label, choice.prompt, options)
         except (WouldBlock, PeerDied):
@@ -255,7 +220,7 @@ class ServedDecoder:
                 self.report = message
                 now_ns = time.monotonic_ns()
                 self._told.tell(events.Looked(now_ns, self.name, self.incarnation, message))
-                if self._sources_gone() and not self._running:
+                if self._standing.forsaken and not self._running:
                     self._lost(f"no source is left: {message.sources[0].reason}")
                 self._changed()
 

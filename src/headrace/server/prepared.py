@@ -10,7 +10,7 @@ from headrace.engine.models import resolve
 from headrace.runtime.config import names_of
 from headrace.server.config import DecoderTable, HttpConfig, ServeConfig
 from headrace.server.config_checks import KEY_VARIABLE, CheckedDecoder, check_config
-from headrace.server.decoders import DecoderSettings
+from headrace.server.decoder_settings import DecoderSettings
 from headrace.server.models import ServedModel, open_model
 from headrace.server.owner_configs import restart_policy
 from headrace.server.spans import SpanListener, open_spans

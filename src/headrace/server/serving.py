@@ -280,7 +280,8 @@ class _Serving:
         """
         if self._signalled:
             return 0
-        reasons = [f"decoder {each.name}: {each.reason}" for each in self._decoders if each.mistake]
+        mistakes = [(each, why) for each, why in self._set_aside if each.mistake]
+        reasons = [f"decoder {each.name}: {why}" for each, why in mistakes]
         if reasons:
             raise Refused("; ".join(reasons))
         raise OwnerFailed(

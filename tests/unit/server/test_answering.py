@@ -171,7 +171,7 @@ def test_a_client_that_never_reads_has_left(
         if not stream:
             stand.decoder.end(choices[0])
         await asyncio.wait_for(client.task, 5)
-        assert client.sent == []
+        assert (client.sent, client.num_sends) == ([], 1)  # and is told nothing more
         assert stand.answered.terminal is Terminal.CLIENT_LEFT
         assert stand.answered.in_stream
         assert len(stand.decoder.withdrawn) == (1 if stream else 0)
@@ -410,7 +410,9 @@ def test_a_body_is_refused_before_anything_is_admitted() -> None:
         for body, status in ((b"{", 400), (b"x" * 2000, 413), (b"[]", 400)):
             client = await stand.done(Client(stand.app, "/v1/completions", body))
             assert client.status == status
-        refused = await stand.done(stand.ask("chat", messages=[{"role": "user", "content": "refuse"}]))
+        refused = await stand.done(
+            stand.ask("chat", messages=[{"role": "user", "content": "refuse"}])
+        )
         assert (refused.status, refused.error["param"]) == (400, "messages")
         assert stand.of(Arrived) == []
         assert len(stand.of(Rejected)) == 4

@@ -58,7 +58,11 @@ def test_the_text_of_each_choice_is_told_in_full(kind: str, stream: bool) -> Non
         for choice in reversed(choices):
             stand.decoder.end(choice)
         await stand.done(client)
-        assert texts(client, kind, 3) == ["\u00e9", "\u00e9\u00e9xx", "\u00e9\u00e9\u00e9xxx\u00e9\u00e9\u00e9"]
+        assert texts(client, kind, 3) == [
+            "\u00e9",
+            "\u00e9\u00e9xx",
+            "\u00e9\u00e9\u00e9xxx\u00e9\u00e9\u00e9",
+        ]
         assert reasons(client) == {0: "length", 1: "length", 2: "length"}
         if stream:
             assert client.chunks[-1] == "[DONE]"
@@ -169,7 +173,7 @@ def usage_of(client: Client, *, stream: bool) -> dict[str, Any]:
 def test_usage_adds_up_whoever_had_the_prompt(
     kind: str, stream: bool, held: int | None, remainder: str
 ) -> None:
-    """The prompt counts once for all choices, and its parts add up to it; -1: all of it was held."""
+    """The prompt counts once for all choices, and its parts add up to it; held -1: all."""
 
     async def test() -> None:
         stand = Stand()

@@ -36,7 +36,10 @@ async def run(setting: Setting, write: Write) -> None:
 async def measure(served: Served, setting: Setting, write: Write) -> None:
     """Leave, wait until all is free, and ask once more."""
     sizes = setting.sizes
-    bodies = bodies_of(setting, sizes.lengths, NUM_PROMPTS)
+    bodies = [
+        {**body, "max_tokens": sizes.leaver_tokens}
+        for body in bodies_of(setting, sizes.lengths, NUM_PROMPTS)
+    ]
 
     def connect() -> httpx.AsyncClient:
         return client_of(served.url)

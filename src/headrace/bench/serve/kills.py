@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.bench.serve.asking import ask, client_of, texts_of
 from headrace.bench.serve.child import Served, parent_of
-from headrace.bench.serve.holding import Write, rest, restarts, settle, status
+from headrace.bench.serve.holding import (
+    SETTLE_WITHIN_S,
+    Write,
+    rest,
+    restarts,
+    settle,
+    status,
+)
 from headrace.bench.serve.load import PAUSE_S, bodies_of, warm_up
 from headrace.bench.serve.setting import Setting
 
@@ -29,13 +36,14 @@ NUM_PROMPTS: Final = 12
 CLIENTS: Final = 4
 SOURCES: Final = (2, 1)
 RESTART: Final = {"healthy_after_s": 1.0, "max_failures": 1000, "longest_delay_s": 1.0}
+LOOK: Final = {"look_every_s": 0.25}  # what is killed is known by a report at most so old
 ON_FAILURE: Final = ("fail", "retry")
 
 
 async def run(setting: Setting, write: Write) -> None:
     """Measure a decoder with two sources, and one with a single source."""
     for sources in SOURCES:
-        config = setting.config(sources=sources, restart=RESTART)
+        config = setting.config(sources=sources, restart=RESTART, page=LOOK)
         write({"measure": "config", "sources": sources, "config": setting.told(config)})
 
         def placed(row: dict[str, Any], sources: int = sources) -> None:
@@ -126,11 +134,12 @@ async def _kill(served: Served, client: httpx.AsyncClient, every_s: float, write
 
 
 async def _when_all_serve(client: httpx.AsyncClient) -> dict[str, Any]:
-    """The status once every source is in service again, or after a minute."""
-    until_s = time.monotonic() + 60.0
+    """The status once every source is in service again, or after a minute; told after the call."""
+    begun_s = time.monotonic()
     while True:
-        told = await status(client)
-        states = [each["state"] for decoder in told["decoders"] for each in decoder["sources"]]
-        if all(state == "in service" for state in states) or time.monotonic() > until_s:
+        told, took_s = await status(client), time.monotonic() - begun_s
+        fresh = all((each["looked_s"] or 0) < took_s for each in told["decoders"])
+        states = {each["state"] for decoder in told["decoders"] for each in decoder["sources"]}
+        if (fresh and states == {"in service"}) or took_s > SETTLE_WITHIN_S:
             return told
         await asyncio.sleep(PAUSE_S)

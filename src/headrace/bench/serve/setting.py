@@ -16,7 +16,8 @@ class Sizes:
     """How much each case does; times in s, prompts and answers in tokens.
 
     clients, load_s, lengths, tokens: of the load. capacity_s, phase_s: of the overload. leavers:
-    requests at once of those that leave. overhead_repeats: of four requests each.
+    clients at once that leave, whose requests have leaver_tokens. overhead_repeats: of four
+    requests each.
     """
 
     clients: int = 8
@@ -28,6 +29,7 @@ class Sizes:
     phase_s: float = 90.0
     disconnects: int = 1000
     leavers: int = 12
+    leaver_tokens: int = 16
     kills_s: float = 300.0
     kill_every_s: float = 20.0
     malformed: int = 200
@@ -52,18 +54,19 @@ QUICK: Final = Sizes(
     sample_s=0.1,
     lengths=(8, 24),
     tokens=4,
-    capacity_s=0.4,
-    phase_s=0.4,
+    capacity_s=0.3,
+    phase_s=0.2,
     disconnects=12,
     leavers=4,
-    kills_s=2.5,
-    kill_every_s=1.0,
+    leaver_tokens=6,
+    kills_s=1.0,
+    kill_every_s=0.4,
     malformed=40,
     fuzz=60,
     overhead_repeats=2,
     overhead_prompts=(8, 24),
     overhead_tokens=4,
-    mixed_s=0.5,
+    mixed_s=0.3,
     long=64,
     short=8,
 )

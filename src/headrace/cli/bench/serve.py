@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -14,6 +15,9 @@ from headrace.cli.bench.arguments import json_object, model_name
 from headrace.cli.bench.tables import open_rows, print_goals
 from headrace.errors import Refused
 from headrace.runtime.requests import ASKED_ROUTES
+
+if TYPE_CHECKING:
+    from headrace.bench.serve.setting import Sizes
 
 _console = Console(highlight=False, markup=False)
 
@@ -59,31 +63,17 @@ def serve_command(
     resume
         Go on with the cases that --out does not hold to their end.
     """
-    if find_spec("httpx") is None:
-        raise Refused("bench serve needs httpx, which is not installed; run: pip install httpx")
+    _check_installed()
     from headrace.bench import serve
-    from headrace.bench.serve.setting import QUICK, Setting, Sizes
+    from headrace.bench.serve.setting import Setting
     from headrace.bench.serve.table import figures
     from headrace.engine.models import resolve
 
-    unknown = next((case for case in cases if case not in serve.CASES), None)
-    if unknown is not None:
-        raise Refused(f"unknown case {unknown!r}; known are {', '.join(serve.CASES)}")
-    _check(route, source, decoder)
-    for flag, value in (
-        ("--lanes", lanes),
-        ("--slots", slots),
-        ("--context", context),
-        ("--threads", threads),
-    ):
+    _check_names(cases, tuple(serve.CASES), route, source, decoder)
+    counts = {"--lanes": lanes, "--slots": slots, "--context": context, "--threads": threads}
+    for flag, value in counts.items():
         check_count(flag, value)
-    sizes = QUICK if quick else Sizes()
-    if clients is not None:
-        check_count("--clients", clients)
-        sizes = replace(sizes, clients=clients)
-    if minutes is not None:
-        check_seconds("--minutes", minutes)
-        sizes = replace(sizes, load_s=60 * minutes)
+    sizes = _sizes(clients, minutes, quick=quick)
     setting = Setting(
         model=model_name(model),
         directory=resolve(model),
@@ -106,11 +96,37 @@ def serve_command(
     return 0
 
 
-def _check(route: str, source: str, decoder: str) -> None:
+def _check_installed() -> None:
+    if find_spec("httpx") is None:
+        raise Refused(
+            "bench serve needs httpx, which is not installed; "
+            "run: pip install 'headrace[bench,server]'"
+        )
+
+
+def _check_names(
+    cases: tuple[str, ...], known: tuple[str, ...], route: str, source: str, decoder: str
+) -> None:
+    unknown = next((case for case in cases if case not in known), None)
+    if unknown is not None:
+        raise Refused(f"unknown case {unknown!r}; known are {', '.join(known)}")
     if route not in ASKED_ROUTES:
         raise Refused(f"unknown route {route!r}; choose {', '.join(ASKED_ROUTES)}", field="route")
     check_name("source", source)
     check_name("decoder", decoder)
+
+
+def _sizes(clients: int | None, minutes: float | None, *, quick: bool) -> Sizes:
+    from headrace.bench.serve.setting import QUICK, Sizes
+
+    sizes = QUICK if quick else Sizes()
+    if clients is not None:
+        check_count("--clients", clients)
+        sizes = replace(sizes, clients=clients)
+    if minutes is not None:
+        check_seconds("--minutes", minutes)
+        sizes = replace(sizes, load_s=60 * minutes)
+    return sizes
 
 
 def _say(text: str) -> None:

@@ -1,0 +1,156 @@
+"""From a body to what is asked of the owners."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from headrace.messages import Sampling
+from headrace.server.asking import DEADLINE_HEADER, LONG_TEXT, MESSAGE_COST, ROUTE_HEADER, asked_of
+from headrace.server.bodies import chat_of, completion_of
+from headrace.server.config import PageConfig, QueueConfig, RequestConfig
+from headrace.server.dispatch import Asked
+from headrace.server.terminals import Ending, Terminal
+from tests.server_stand import CHAT, COMPLETION, CONTEXT, STOP_TOKEN, serve_config, served_model
+
+
+def asked(
+    kind: str = "completions", *, headers: Any = None, config: Any = None, **body: Any
+) -> Asked:
+    base, read = (COMPLETION, completion_of) if kind == "completions" else (CHAT, chat_of)
+    told = {name: value for name, value in {**base, **body}.items() if value is not ...}
+    parsed = read(json.dumps(told).encode())
+    model = served_model(context=body.pop("context", CONTEXT))
+    return asyncio.run(asked_of(7, "me", parsed, model, headers or {}, config or serve_config()))
+
+
+def refused(kind: str = "completions", **more: Any) -> Ending:
+    with pytest.raises(Ending) as told:
+        asked(kind, **more)
+    assert told.value.terminal is Terminal.INVALID
+    return told.value
+
+
+def test_each_choice_has_its_prompt_and_a_seed_of_its_own() -> None:
+    got = asked(prompt=["hi", "abc"], n=2, seed=5, temperature=0.5)
+    assert [bytes(prompt) for prompt in map(list, got.prompts)] == [b"hi", b"hi", b"abc", b"abc"]
+    samplings = [options.sampling for options in got.options]
+    assert samplings == [Sampling(0.5, 1.0, 0, 5 + at) for at in range(4)]
+    assert (got.request, got.client, got.model) == (7, "me", "letters")
+
+
+def test_without_a_seed_no_two_requests_have_the_same() -> None:
+    seeds = {asked().options[0].sampling.seed for _ in range(8)}
+    assert len(seeds) == 8
+    assert None not in seeds
+
+
+def test_ids_are_a_prompt_and_are_checked() -> None:
+    assert list(asked(prompt=[104, 105]).prompts[0]) == [104, 105]
+    assert refused(prompt=[256]).field == "prompt"
+    assert refused(prompt="").field == "prompt"
+    assert refused(prompt=["hi", ""]).field == "prompt"
+
+
+def test_max_tokens_are_those_asked_for_or_the_default_or_what_fits() -> None:
+    assert asked(max_tokens=3).options[0].max_tokens == 3
+    config = serve_config(requests=RequestConfig(max_tokens=5))
+    assert asked(max_tokens=..., config=config).options[0].max_tokens == 5
+    long = "a" * (CONTEXT - 1)
+    assert asked(max_tokens=..., prompt=long).options[0].max_tokens == 2
+    chat = asked("chat", max_tokens=...)
+    assert chat.options[0].max_tokens == CONTEXT - len(chat.prompts[0]) + 1
+    assert asked(prompt="a" * CONTEXT, max_tokens=1).options[0].max_tokens == 1
+    assert refused(prompt="a" * CONTEXT, max_tokens=2).field == "prompt"
+    assert refused(prompt="a" * (CONTEXT + 1), max_tokens=...).field == "prompt"
+    assert refused("chat", max_tokens=CONTEXT).field == "messages"
+
+
+@pytest.mark.parametrize(
+    ("field", "header", "default", "route"),
+    [
+        (None, "", "whole", "whole"),
+        (None, "streamed", "whole", "streamed"),
+        ("chunked", "streamed", "whole", "chunked"),
+        (None, "", "auto", "auto"),
+        ("whole", "", "auto", "whole"),
+    ],
+)
+def test_a_route_by_field_outranks_the_header_and_that_the_config(
+    field: Any, header: str, default: Any, route: str
+) -> None:
+    config = serve_config(requests=RequestConfig(route=default))
+    got = asked(route=field, headers={ROUTE_HEADER: header}, config=config)
+    assert got.options[0].route == route
+
+
+@pytest.mark.parametrize(
+    ("field", "header", "default", "deadline_s"),
+    [
+        (None, "", None, None),
+        (None, "", 9.0, 9.0),
+        (None, "3.5", 9.0, 3.5),
+        (2.0, "3.5", 9.0, 2.0),
+    ],
+)
+def test_a_deadline_by_field_outranks_the_header_and_that_the_config(
+    field: Any, header: str, default: Any, deadline_s: float | None
+) -> None:
+    config = serve_config(queue=QueueConfig(deadline_s=default))
+    got = asked(deadline_s=field, headers={DEADLINE_HEADER: header}, config=config)
+    assert got.deadline_s == deadline_s
+    assert got.options[0].deadline_s is None  # what is left of it is told when it is dispatched
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", "1e10", "1" * 500])
+def test_a_header_that_is_no_time_is_refused_by_its_name(value: str) -> None:
+    told = refused(headers={DEADLINE_HEADER: value})
+    assert told.field == DEADLINE_HEADER
+    assert len(told.text) < 200
+
+
+def test_a_header_that_is_no_route_is_refused_by_its_name() -> None:
+    told = refused(headers={ROUTE_HEADER: "x" * 500})
+    assert told.field == ROUTE_HEADER
+    assert len(told.text) < 200
+
+
+def test_a_template_that_refuses_is_a_mistake_in_the_messages() -> None:
+    assert refused("chat", messages=[{"role": "user", "content": "refuse"}]).field == "messages"
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+def test_long_texts_are_encoded_in_a_thread(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_threads = []
+    to_thread = asyncio.to_thread
+
+    async def seen(function: Any, *arguments: Any) -> Any:
+        in_threads.append(function.__name__)
+        return await to_thread(function, *arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", seen)
+    most = LONG_TEXT if kind == "completions" else LONG_TEXT - MESSAGE_COST
+    for length in (most - 1, most):
+        text = "a" * length
+        more: Any = {"prompt": text}
+        if kind == "chat":
+            more = {"messages": [{"role": "user", "content": text}]}
+        assert refused(kind, **more).field in ("prompt", "messages")  # it does not fit
+    assert len(in_threads) == 1
+
+
+def test_stops_of_the_model_and_traces_are_asked_for() -> None:
+    options = asked().options[0]
+    assert (options.stop_tokens, options.trace, options.logprobs) == ((STOP_TOKEN,), True, None)
+    untraced = serve_config(page=PageConfig(recent=0))
+    assert not asked(config=untraced).options[0].trace
+    assert asked(logprobs=0).options[0].logprobs == 0
+
+
+def test_more_choices_than_the_config_allows_are_refused() -> None:
+    config = serve_config(requests=RequestConfig(max_choices=2))
+    assert refused(n=3, config=config).field == "n"
+    assert refused(prompt=["a"] * 3, config=config).field == "prompt"

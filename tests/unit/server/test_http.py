@@ -1,0 +1,220 @@
+"""What every request goes through: ids, keys, limits, bodies, and errors of a known shape."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from headrace.server import events, http
+from headrace.server.config import HttpConfig
+from headrace.server.events import Rejected
+from headrace.server.http import Front
+from headrace.server.page_routes import PUBLIC
+from headrace.server.terminals import Ending, Terminal
+from tests.server_stand import Client, Stand, run
+
+KEYS = ("first-key", "second-key", "third-key")
+CLOSED = (
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/tokenize",
+    "/metrics",
+    "/nowhere",
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        (None, 401),
+        ("", 401),
+        ("Bearer wrong", 401),
+        ("Bearer first-ke", 401),
+        ("Bearer first-keyy", 401),
+        ("Basic first-key", 401),
+        ("Bearer first-key", 200),
+        ("Bearer third-key", 200),
+    ],
+)
+def test_a_key_of_several_is_asked_for(given: str | None, status: int) -> None:
+    async def test() -> None:
+        stand = Stand(keys=KEYS)
+        headers = {} if given is None else {"Authorization": given}
+        client = await stand.done(stand.get("/v1/models", headers=headers))
+        assert client.status == status
+        if status == 401:
+            assert client.error["code"] == "unauthorized"
+            assert client.headers["www-authenticate"] == "Bearer"
+            assert [each.terminal for each in stand.of(Rejected)] == [Terminal.UNAUTHORIZED]
+        await stand.nothing_left()
+
+    run(test)
+
+
+def test_only_what_tells_nothing_is_open() -> None:
+    async def test() -> None:
+        stand = Stand(keys=KEYS)
+        for path in CLOSED:
+            assert (await stand.done(stand.get(path))).status == 401, path
+        for path in ("/health", "/ready"):
+            assert (await stand.done(stand.get(path))).status == 200, path
+        assert sorted(http.OPEN_PATHS) == sorted([*PUBLIC, "/health", "/ready"])
+
+    run(test)
+
+
+def test_each_key_has_a_share_of_its_own_and_without_keys_each_address_has() -> None:
+    async def test() -> None:
+        for keys, clients in ((KEYS, ["key-1", "key-3"]), ((), ["10.0.0.1", "10.0.0.1"])):
+            stand = Stand(keys=keys)
+            for key in (KEYS[0], KEYS[2]):
+                client = stand.ask(headers={"Authorization": f"Bearer {key}"})
+                await stand.until(lambda s=stand: len(s.decoder.running) == 1)  # type: ignore[misc]
+                stand.decoder.end(stand.decoder.running[0])
+                await stand.done(client)
+            assert [each.client for each in stand.of(events.Arrived)] == clients
+
+    run(test)
+
+
+def test_a_flood_of_headers_is_a_431() -> None:
+    async def test() -> None:
+        stand = Stand(http=HttpConfig(max_header_bytes=1024))
+        for headers in ({"X-A": "a" * 1024}, {f"X-{at}": "a" for at in range(300)}):
+            client = await stand.done(stand.ask(headers=headers))
+            assert (client.status, client.error["code"]) == (431, "headers-too-large")
+        client = await stand.done(stand.get("/" + "a" * 1024))
+        assert client.status == 431
+        assert (await stand.done(stand.get("/health"))).status == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_body_that_is_too_large_is_a_413_by_its_length_and_by_its_chunks(path: str) -> None:
+    async def test() -> None:
+        stand = Stand(http=HttpConfig(max_body_bytes=1024))
+        by_length = Client(stand.app, path, [b"{", b"}"], headers={"Content-Length": "1025"})
+        await stand.done(by_length)
+        by_chunks = Client(stand.app, path, [b" " * 512] * 3)
+        await stand.done(by_chunks)
+        for client in (by_length, by_chunks):
+            assert (client.status, client.error["code"]) == (413, "too-large")
+            assert client.headers["connection"] == "close"
+        for length in ("9" * 5000, "-1", "x", "\u00b2"):  # a server before this one refuses them
+            told = Client(stand.app, path, b"{", headers={"Content-Length": length})
+            assert (await stand.done(told)).status in (400, 413)
+
+    run(test)
+
+
+def test_a_body_that_never_comes_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "BODY_WITHIN_S", 0.01)
+
+    async def test() -> None:
+        stand = Stand()
+        client = Client(stand.app, "/v1/completions", [])
+        await asyncio.wait_for(client.task, 5)
+        assert (client.status, client.error["code"]) == (408, "deadline")
+        await stand.nothing_left()
+
+    run(test)
+
+
+@pytest.mark.parametrize("chunks", [0, 1])
+def test_a_client_that_leaves_with_its_body_is_not_admitted(chunks: int) -> None:
+    async def test() -> None:
+        stand = Stand()
+        client = Client(stand.app, "/v1/completions", [b'{"model"'] * chunks)
+        if chunks:
+            client._chunks.append(b"")  # so that the first is not the last
+        client.leave()
+        await stand.done(client)
+        assert [each.terminal for each in stand.of(Rejected)] == [Terminal.CLIENT_LEFT]
+        assert stand.of(events.Arrived) == []
+        await stand.nothing_left()
+
+    run(test)
+
+
+def test_unknown_paths_and_methods_have_errors_of_the_same_shape() -> None:
+    async def test() -> None:
+        stand = Stand()
+        unknown = await stand.done(stand.get("/v2/models"))
+        assert (unknown.status, unknown.error["code"]) == (404, "unknown-path")
+        wrong = await stand.done(stand.get("/v1/completions"))
+        assert (wrong.status, wrong.error["code"]) == (405, "wrong-method")
+        slash = await stand.done(stand.get("/v1/models/", method="POST"))
+        assert slash.status in (404, 405)
+
+    run(test)
+
+
+def front(app: Any, told: events.Events | None = None) -> Front:
+    return Front(app, told or events.Events(), keys=(), max_header_bytes=4096)
+
+
+def test_a_bug_is_a_500_that_tells_nothing_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        raise KeyError("a secret")
+
+    async def test() -> None:
+        client = Client(front(broken), "/v1/models", b"")
+        await client.task
+        assert (client.status, client.error["code"]) == (500, "bug")
+        assert b"secret" not in client.body
+
+    run(test)
+    assert "a secret" in caplog.text
+
+
+def test_a_bug_after_the_status_line_sends_no_second_one(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise KeyError("a secret")
+
+    async def test() -> None:
+        client = Client(front(broken), "/v1/models", b"")
+        with pytest.raises(KeyError):
+            await client.task
+        assert client.status == 200
+
+    run(test)
+    assert "a secret" in caplog.text
+
+
+def test_errors_say_in_whole_seconds_when_to_come_again() -> None:
+    async def test() -> None:
+        for after_s, told in ((0.2, "1"), (1.0, "1"), (1.2, "2")):
+
+            async def full(scope: Any, receive: Any, send: Any, after_s: float = after_s) -> None:
+                raise Ending(Terminal.QUEUE_FULL, "full", retry_after_s=after_s)
+
+            client = Client(front(full), "/v1/models", b"")
+            await client.task
+            assert client.headers["retry-after"] == told
+
+    run(test)
+
+
+def test_nothing_is_served_but_http() -> None:
+    async def never(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("it is not asked")
+
+    async def test() -> None:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message["type"])
+
+        receive: Any = None
+        await front(never)({"type": "websocket"}, receive, send)
+        await front(never)({"type": "lifespan"}, receive, send)
+        assert sent == ["websocket.close"]
+
+    run(test)
