@@ -102,9 +102,8 @@ def test_replay_takes_the_geometry_of_a_model() -> None:
 
 
 @pytest.mark.real_model
-@pytest.mark.parametrize(
-    "name", [pytest.param("smollm2-135m", marks=pytest.mark.full_matrix), "gemma3-270m"]
-)
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
 def test_a_real_model_from_torch_to_cpu_holds(name: str) -> None:
     pulled(name)
     cases = only("exactness", "slot-reuse")

@@ -77,9 +77,10 @@ def test_patterns_on_a_decoder_of_memory() -> None:
     check_seen(run_patterns(null(), REPLAYED, range(NUM_PATTERNS), (0, 1)), NUM_PATTERNS)
 
 
-def test_patterns_on_a_model() -> None:
+@pytest.mark.parametrize("num_patterns", [90, pytest.param(200, marks=pytest.mark.full_matrix)])
+def test_patterns_on_a_model(num_patterns: int) -> None:
     prompts = [make_prompt(n, seed) for seed, n in enumerate((5, 12, 21, 30))]
-    check_seen(run_patterns(cpu("gemma3"), prompts, range(NUM_PATTERNS), (0, 1)), NUM_PATTERNS)
+    check_seen(run_patterns(cpu("gemma3"), prompts, range(num_patterns), (0, 1)), num_patterns)
 
 
 class Hasty(NullDecoder):
