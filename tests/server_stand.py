@@ -70,7 +70,7 @@ class Template:
 def served_model(name: str = MODEL, context: int = CONTEXT) -> ServedModel:
     """A model whose tokens are bytes."""
     return ServedModel(
-        name, cast(Any, Letters()), cast(Any, Template()), context, 256, "fp_letters"
+        name, cast(Any, Letters()), cast(Any, Template()), context, 256, "fp_letters", 1 << 20
     )
 
 
@@ -264,6 +264,7 @@ class Stand:
         **tables: Any,
     ) -> None:
         self.config = serve_config(**tables)
+        self.connections = 1
         self.told = events.Events()
         self.events: list[events.Event] = []
         self.told.listen(self.events.append)
@@ -283,6 +284,7 @@ class Stand:
             self.config.http,
             keys=keys,
             draining=lambda: self.dispatcher.draining,
+            num_connections=lambda: self.connections,
         )
         self.complaints: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(

@@ -82,7 +82,8 @@ class Served:
 
         class Late(Recent):
             snapshot = staticmethod(lambda now_ns: self.recent.snapshot(now_ns))
-            trace_of = staticmethod(lambda request: self.recent.trace_of(request))
+            recording_of = staticmethod(lambda request: self.recent.recording_of(request))
+            undrawn = staticmethod(lambda: self.recent.undrawn())
 
         return routes(Late(PageConfig()), lambda: self.now_ns)
 

@@ -279,7 +279,7 @@ def test_a_malformed_submit_costs_nobody_else(tmp_path: Path) -> None:
             channel.send(replace(message, label=number), fds)
             w.client._inbox[number] = deque()
             ended = w.client.result(number).ended
-            assert (ended.outcome, ended.mistake, ended.reason) == ("failed", "request", reason)
+            assert (ended.outcome, ended.mistake, ended.reason) == ("failed", "", reason)
         os.close(fd)
         w.gate.open()
         assert w.client.result(label).ended.outcome == "finished"

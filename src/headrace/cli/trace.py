@@ -16,7 +16,7 @@ from headrace.errors import Refused
 from headrace.telemetry.clocks import Aligned, align
 from headrace.telemetry.page import page
 from headrace.telemetry.recording import Recording, read
-from headrace.telemetry.report import Report, report_of
+from headrace.telemetry.report import Report, reports_of
 from headrace.telemetry.words import as_object, figures, parts, title
 
 
@@ -39,7 +39,7 @@ def trace(file: Path, /, *, html: Path | None = None, json: bool = False) -> int
     if html is not None:
         html.write_text(page(recording, file.name), encoding="utf-8")
     runs = [align(run) for run in recording.runs]
-    reports = [report_of(run, runs) for run in runs]
+    reports = reports_of(runs)
     if json:
         print(json_text.dumps(_as_object(recording, reports)))
         return 0

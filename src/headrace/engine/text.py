@@ -56,8 +56,14 @@ class ModelText:
         self._bytes = self._fallback_bytes()
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        encoded = self._tokenizer.encode(text, add_special_tokens=add_special)
+        # One text as a batch: the tokenizer then lets other threads run meanwhile.
+        encoded = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0]
         return [int(token) for token in encoded.ids]
+
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))

@@ -170,8 +170,9 @@ class OwnerProcess:
             tokens = _read_prompt(descriptors, submit.num_tokens)
             request = self._owner.submit(tokens, options_of(submit), label=label)
         except (Refused, RemoteProtocolError) as exc:
-            named = exc.field if isinstance(exc, Refused) else ""
-            reason, field = travelling_text(str(exc)), named or "request"
+            # What came broken is no mistake of whoever asked.
+            field = exc.field or "request" if isinstance(exc, Refused) else ""
+            reason = travelling_text(str(exc))
             self._outbox.append(Ended(label, "failed", reason, field, None, "", (), "", (), None))
         else:
             self._running[label] = _Told(request)
@@ -203,6 +204,7 @@ class OwnerProcess:
                 tuple(travelling_text(reason)[:MAX_ATTEMPT_TEXT] for reason in request.attempts),
                 request.choice,
                 request.reuse,
+                request.local,
             )
         )
 
@@ -378,7 +380,8 @@ def _read_prompt(descriptors: list[int], num_tokens: int) -> array[int]:
             raise RemoteProtocolError(f"a prompt of {len(tokens)} tokens, {num_tokens} were told")
         return tokens
     except MemoryError as exc:  # before anything of the request was made
-        raise Refused(f"no memory is left for a prompt of {num_tokens} tokens") from exc
+        text = f"no memory is left for a prompt of {num_tokens} tokens"
+        raise Refused(text, field="decoder") from exc
     finally:
         for fd in descriptors:
             os.close(fd)

@@ -68,6 +68,7 @@ class Record:
 
         `parked`: it has a slot from now on, and no storage yet.
         """
+        self._request.local = local
         self._instant("granted", LOCAL_GRANT if local else REMOTE_GRANT)
         if parked:
             self._parked_since_ns = time.monotonic_ns()

@@ -193,7 +193,8 @@ class Request:
     did not finish, as one of `Cause`'s words; empty while it runs and when it finished. attempts:
     the reasons of attempts that failed and that another followed. The intervals, the choice of
     route `auto` and what is measured are those of the last attempt, but for the time of submission.
-    reuse: what it got of kept prompts, if it asked. drained: what it held is free again, or set
+    reuse: what it got of kept prompts, if it asked. local: whether the owner itself computes, or
+    computed, the attempt. drained: what it held is free again, or set
     apart. label: its caller's own number for it, if that gave one. logprobs: of each of `tokens`,
     if it asked for them.
     """
@@ -213,6 +214,7 @@ class Request:
     measured: Measured | None = None
     choice: RouteChoice | None = None
     reuse: Reuse | None = None
+    local: bool = False
     drained: bool = False
     logits_digest: str = ""
     kv_digests: tuple[str, ...] = ()

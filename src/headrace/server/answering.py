@@ -19,6 +19,7 @@ from headrace.server.bodies import Body, chat_of, completion_of
 from headrace.server.budget import Budget, Held
 from headrace.server.config import ServeConfig
 from headrace.server.dispatch import Asked, Dispatcher
+from headrace.server.encoding import Encoding
 from headrace.server.http import BUG_TEXT, Receive, Scope, Send, header, read_body, until_left
 from headrace.server.models import ServedModel
 from headrace.server.responding import Responding
@@ -48,6 +49,7 @@ class Answering:
         self._told = told
         self._config = config
         self._budget = Budget(max(config.queue.max_bytes, config.http.max_body_bytes))
+        self.encoding = Encoding()
         self._requests = itertools.count(1)
         self._open = 0
         self._idle = asyncio.Event()
@@ -61,6 +63,10 @@ class Answering:
     async def until_idle(self) -> None:
         """Return when no request is open."""
         await self._idle.wait()
+
+    def close(self) -> None:
+        """Encode no more texts. Idempotent."""
+        self.encoding.close()
 
     def endpoint(self, kind: Kind) -> Endpoint:
         """The application of one path."""
@@ -97,7 +103,7 @@ class Answering:
         }
         client = scope["state"]["client"]
         number = next(self._requests)
-        asked = await asked_of(number, client, body, model, headers, self._config)
+        asked = await asked_of(number, client, body, model, headers, self._config, self.encoding)
         return asked, body, model
 
     async def _respond(self, responding: Responding, receive: Receive) -> None:

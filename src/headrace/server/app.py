@@ -31,16 +31,18 @@ def build(
     *,
     keys: Sequence[str] = (),
     draining: Callable[[], bool] = lambda: False,
+    num_connections: Callable[[], int] = lambda: 0,
     more: Sequence[BaseRoute] = (),
 ) -> App:
-    """The application. `more`: the page's routes and the metrics'."""
+    """The application. num_connections: open ones. more: the page's routes and the metrics'."""
     created = int(time.time())
 
     async def health(request: Request) -> Response:
         return _json({"status": "ok"})
 
     async def ready(request: Request) -> Response:
-        states = {each.name: "ready" if each.ready else _why_not(each) for each in decoders}
+        known = request.state.known
+        states = {each.name: _standing(each, known=known) for each in decoders}
         can = any(each.ready for each in decoders) and not draining()
         status = "draining" if draining() else "ready" if can else "not ready"
         return _json({"status": status, "decoders": states}, 200 if can else 503)
@@ -65,16 +67,24 @@ def build(
         Route("/v1/models/{name:path}", one_model, methods=["GET"]),
         Route("/v1/completions", answering.endpoint("completions"), methods=["POST"]),
         Route("/v1/chat/completions", answering.endpoint("chat"), methods=["POST"]),
-        Route("/tokenize", Tokenizing(models, config.max_body_bytes), methods=["POST"]),
+        Route(
+            "/tokenize",
+            Tokenizing(models, config.max_body_bytes, answering.encoding),
+            methods=["POST"],
+        ),
         *more,
     ]
     router = Router(routes, redirect_slashes=False, default=not_served)
-    return Front(router, told, keys=keys, max_header_bytes=config.max_header_bytes)
+    return Front(router, told, config, keys=keys, num_connections=num_connections)
 
 
-def _why_not(decoder: ServedDecoder) -> str:
+def _standing(decoder: ServedDecoder, *, known: bool) -> str:
+    """Whether it can take work, or why not; a reason may name paths, which not all are told."""
+    if decoder.ready:
+        return "ready"
     if decoder.state != "ready":
-        return f"{decoder.state}: {decoder.reason}" if decoder.reason else decoder.state
+        told = known and decoder.reason
+        return f"{decoder.state}: {decoder.reason}" if told else decoder.state
     return "no source is in service" if decoder.lanes else "no lane is in service"
 
 

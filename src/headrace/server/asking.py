@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
+import re
 import secrets
 from array import array
 from collections.abc import Mapping
@@ -17,20 +17,20 @@ from headrace.server.bodies import (
     MAX_SEED,
     Body,
     ChatBody,
-    Prompt,
     check_choices,
     options_of,
     seed_of_choice,
 )
 from headrace.server.config import ServeConfig
 from headrace.server.dispatch import Asked
+from headrace.server.encoding import Encoding
 from headrace.server.models import ServedModel
 from headrace.server.terminals import Ending, Terminal
 
-LONG_TEXT = 1 << 13  # characters from which a prompt is encoded in a thread
 MESSAGE_COST = 64  # what rendering one costs beside its text, in characters
 ROUTE_HEADER = "x-headrace-route"
 DEADLINE_HEADER = "x-headrace-deadline"
+_SECONDS = re.compile(r"[0-9]{1,10}(\.[0-9]{0,9})?")
 
 
 async def asked_of(
@@ -40,6 +40,7 @@ async def asked_of(
     model: ServedModel,
     headers: Mapping[str, str],
     config: ServeConfig,
+    encoding: Encoding,
 ) -> Asked:
     """What a good body asks for, choice by choice.
 
@@ -49,9 +50,9 @@ async def asked_of(
         Ending: as INVALID, with the field at fault.
     """
     check_choices(body, config.requests.max_choices)
-    route = _route_of(headers)
-    deadline_s = body.deadline_s or _deadline_of(headers) or config.queue.deadline_s
-    prompts = await _prompts_of(body, model)
+    route, deadline_s = _route_of(headers), _deadline_of(headers)
+    deadline_s = body.deadline_s or deadline_s or config.queue.deadline_s
+    prompts = await _prompts_of(body, model, encoding)
     seed = secrets.randbelow(MAX_SEED) if body.seed is None else body.seed
     asked: list[tuple[array[int], RequestOptions]] = []
     for prompt in prompts:
@@ -79,32 +80,32 @@ async def asked_of(
     )
 
 
-async def _prompts_of(body: Body, model: ServedModel) -> list[array[int]]:
+async def _prompts_of(body: Body, model: ServedModel, encoding: Encoding) -> list[array[int]]:
+    field = "messages" if isinstance(body, ChatBody) else "prompt"
+    try:
+        prompts = await encoding.run(lambda: _encoded(body, model), _num_characters(body))
+    except Refused as exc:
+        raise Ending(Terminal.INVALID, str(exc), field=exc.field or field) from exc
+    for prompt in prompts:
+        model.check(prompt, field)
+    return prompts
+
+
+def _encoded(body: Body, model: ServedModel) -> list[array[int]]:
     if isinstance(body, ChatBody):
         messages = [{"role": each.role, "content": each.content} for each in body.messages]
-        num_characters = sum(MESSAGE_COST + len(each.content) for each in body.messages)
-        try:
-            if num_characters < LONG_TEXT:
-                tokens = model.encode_chat(messages)
-            else:
-                tokens = await asyncio.to_thread(model.encode_chat, messages)
-        except Refused as exc:
-            raise Ending(Terminal.INVALID, str(exc), field=exc.field or "messages") from exc
-        model.check(tokens, "messages")
-        return [tokens]
-    return [await _ids_of(prompt, model) for prompt in body.prompts]
+        return [model.encode_chat(messages)]
+    return [
+        model.encode(prompt) if isinstance(prompt, str) else array("I", prompt)
+        for prompt in body.prompts
+    ]
 
 
-async def _ids_of(prompt: Prompt, model: ServedModel) -> array[int]:
-    if not isinstance(prompt, str):
-        model.check(prompt, "prompt")
-        return array("I", prompt)
-    if len(prompt) < LONG_TEXT:
-        tokens = model.encode(prompt)
-    else:
-        tokens = await asyncio.to_thread(model.encode, prompt)
-    model.check(tokens, "prompt")
-    return tokens
+def _num_characters(body: Body) -> int:
+    """What encoding costs, of all texts together."""
+    if isinstance(body, ChatBody):
+        return sum(MESSAGE_COST + len(each.content) for each in body.messages)
+    return sum(len(prompt) for prompt in body.prompts)
 
 
 def _max_tokens(body: Body, model: ServedModel, num_tokens: int, config: ServeConfig) -> int:
@@ -131,10 +132,7 @@ def _deadline_of(headers: Mapping[str, str]) -> float | None:
     given = headers.get(DEADLINE_HEADER, "")
     if not given:
         return None
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = math.nan
+    seconds = float(given) if _SECONDS.fullmatch(given) else math.nan
     if not 0 < seconds <= 1e9:
         text = f"the header {DEADLINE_HEADER} is {given[:40]!r}; it is a time in seconds above 0"
         raise Ending(Terminal.INVALID, text, field=DEADLINE_HEADER)

@@ -279,11 +279,20 @@ def options_of(
         max_attempts=defaults.max_attempts,
         prefix=body.prefix or defaults.prefix,
     )
+    _check_cuts(body, chosen)
     try:
         options.check_values()
     except Refused as exc:
         raise refusal_of(exc, body) from exc
     return options
+
+
+def _check_cuts(body: Body, route: str) -> None:
+    """Refuse cuts that the route does not make."""
+    if body.group_layers is not None and route in ("whole", "chunked"):
+        raise invalid(f"route {route} has no layer groups; leave it out", field="group_layers")
+    if body.chunk and route == "whole":
+        raise invalid("route whole moves all at once; leave chunk out", field="chunk")
 
 
 def refusal_of(refused: Refused, body: Body) -> Ending:

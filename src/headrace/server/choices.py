@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable
 
 from headrace.messages import Ended, Interval, Token
-from headrace.runtime.lanes import LOCAL_GRANT
 from headrace.runtime.requests import RequestOptions
 from headrace.server.queue import Job
 from headrace.server.terminals import Ending, Terminal, terminal_of
@@ -41,6 +40,7 @@ class Choice:
         self.source_intervals: list[Interval] = []
         self.owner_intervals: list[Interval] = []
         self.withdraw: Callable[[], None] = _nothing  # set by whoever holds it now
+        self.deadline: asyncio.TimerHandle | None = None  # of whoever holds it
         self._tokens: deque[Token] = deque()  # at most max_tokens
         self._news = news
         self._unwanted = False
@@ -63,12 +63,11 @@ class Choice:
 
     @property
     def num_transferred(self) -> int:
-        """Positions whose cells a source sent, once it is over; of a local prefill if traced, 0."""
+        """Positions whose cells a source sent, once it is over; none of what the owner computed."""
         reuse = None if self.ended is None else self.ended.reuse
-        if self.ended is None or (reuse is not None and reuse.remainder == "owner"):
+        if self.ended is None or self.ended.local:
             return 0
-        granted = [each.name for each in self.owner_intervals if each.kind == "granted"]
-        if granted and granted[-1] == LOCAL_GRANT:
+        if reuse is not None and reuse.remainder == "owner":
             return 0
         return self.job.num_prompt_tokens - self.num_cached
 
@@ -99,8 +98,9 @@ class Choice:
     def end(self, ended: Ended) -> None:
         """The owner ended it."""
         self.ended = ended
+        self._no_deadline()
         terminal = terminal_of(ended)
-        if terminal is not Terminal.FINISHED:
+        if terminal is not Terminal.FINISHED and self.failure is None:
             field = ended.mistake if terminal is Terminal.INVALID else None
             self.failure = Ending(terminal, ended.reason or terminal.value, field=field)
         self._news.set()
@@ -108,8 +108,14 @@ class Choice:
     def fail(self, failure: Ending) -> None:
         """It ends without a word of an owner's."""
         if not self.over:
+            self._no_deadline()
             self.failure = failure
             self._news.set()
+
+    def _no_deadline(self) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
 
 
 def _nothing() -> None:

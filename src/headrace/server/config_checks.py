@@ -5,14 +5,11 @@ What cannot be is refused in one sentence; what is odd and may be meant comes ba
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import re
-import stat
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from headrace.engine.capacity import MEMORY_MARGIN_NBYTES, available_nbytes, total_nbytes
@@ -23,13 +20,11 @@ from headrace.runtime.config import SourceConfig, names_of
 from headrace.runtime.pairs import LANES, NULL
 from headrace.server.config import DecoderTable, HttpConfig, ServeConfig, TelemetryConfig
 from headrace.server.config_file import decoder_names
+from headrace.server.hosts import HOST, is_loopback
+from headrace.server.keys import KEY_VARIABLE, read_keys
 from headrace.server.owner_configs import OwnerStart, owner_config, request_options
 from headrace.server.sizes import Sizes, measured
 
-KEY_VARIABLE: Final = "HEADRACE_API_KEY"
-MAX_KEYS_NBYTES: Final = 1 << 16
-
-_HOST = re.compile(r"[A-Za-z0-9:.%_-]+")
 _CONTROL_NBYTES = 107  # what the kernel takes of a socket's path
 
 
@@ -50,14 +45,16 @@ class Checked(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def check_config(config: ServeConfig) -> Checked:
+def check_config(config: ServeConfig, keys: Sequence[str] | None = None) -> Checked:
     """Look at all that a server is started with, and start nothing.
+
+    keys: those that it asks for; None to read them.
 
     Raises:
         Refused: something makes no sense, is missing, or does not fit this host.
         BackendUnavailable: a vendor's environment is not there.
     """
-    _check_http(config.http)
+    _check_http(config.http, read_keys(config.http) if keys is None else keys)
     _check_telemetry(config.telemetry)
     _check_requests(config)
     names = decoder_names(config.decoders)
@@ -79,48 +76,14 @@ def check_config(config: ServeConfig) -> Checked:
     return Checked(tuple(CheckedDecoder(*each) for each in found), tuple(warnings))
 
 
-def check_key_file(path: Path, name: str) -> None:
-    """Refuse a file of keys that is missing, empty, or open to other users of this host.
-
-    Its group may read it, as secrets that a container is given can be; others may not.
-    """
-    try:
-        status = path.stat()
-        with path.open("rb") as file:
-            text = file.read(MAX_KEYS_NBYTES + 1)
-    except (OSError, ValueError) as exc:
-        why = exc.strerror if isinstance(exc, OSError) else "it is no path"
-        raise Refused(
-            f"{name} names a file that cannot be read ({why}); put one key a line into a file and "
-            "name that",
-            field="api_key_file",
-        ) from exc
-    if status.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
-        raise Refused(
-            f"{name} names a file that other users may read or write (mode "
-            f"{stat.S_IMODE(status.st_mode):04o}); run: chmod 600 on it",
-            field="api_key_file",
-        )
-    if len(text) > MAX_KEYS_NBYTES or not text.strip() or not text.isascii():
-        raise Refused(
-            f"{name} names a file that holds no keys; put one key a line into it, in ASCII",
-            field="api_key_file",
-        )
-
-
-def _check_http(http: HttpConfig) -> None:
-    if not _HOST.fullmatch(http.host):
+def _check_http(http: HttpConfig, keys: Sequence[str]) -> None:
+    if not HOST.fullmatch(http.host):
         raise Refused(
             f"http.host is {http.host!r}; give an address or a name, without a scheme "
             "and without a port",
             field="host",
         )
-    if http.api_key_file is not None:
-        check_key_file(Path(http.api_key_file), "http.api_key_file")
-    key = os.environ.get(KEY_VARIABLE)
-    if key is not None and not key.strip():
-        raise Refused(f"{KEY_VARIABLE} is set and empty; give it a key, or unset it")
-    if http.api_key_file is None and key is None and not _loopback(http.host):
+    if not keys and not is_loopback(http.host):
         if http.allow_open:
             return
         raise Refused(
@@ -129,15 +92,6 @@ def _check_http(http: HttpConfig) -> None:
             f"http.allow_open",
             field="host",
         )
-
-
-def _loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 def _check_telemetry(telemetry: TelemetryConfig) -> None:
@@ -298,7 +252,7 @@ def _warnings(config: ServeConfig) -> list[str]:
                 f"decoders[{index}].decoder is null, which decodes nothing: only requests of "
                 "max_tokens 0 are served"
             )
-    if config.http.allow_open and not _loopback(config.http.host):
+    if config.http.allow_open and not is_loopback(config.http.host):
         found.append(f"http.host is {config.http.host} and anybody may use it")
     return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +17,7 @@ from headrace.runtime.supervisor import Restart, Supervisor
 from headrace.server import events
 from headrace.server.choices import Choice
 from headrace.server.decoder_settings import DecoderSettings
+from headrace.server.outbox import Outbox
 from headrace.server.standing import Standing
 from headrace.server.terminals import Ending, Terminal
 
@@ -25,6 +25,7 @@ _log = logging.getLogger("headrace.server")
 
 RECEIVED_AT_ONCE = 256  # messages of one owner, before others have their turn
 CLOSE_GRACE_S = 5.0
+OVERDUE_S = 1.0  # after a deadline, until an owner that does not tell of it is no longer waited for
 
 
 class ServedDecoder:
@@ -56,7 +57,7 @@ class ServedDecoder:
         self._link: OwnerLink | None = None
         self._running: dict[int, Choice] = {}
         self._next_label = 0
-        self._outbox: deque[Callable[[], None]] = deque()
+        self._outbox: Outbox | None = None
         self._asked_ns: int | None = None  # since when an answer to Inspect is waited for
         self._timers: list[asyncio.TimerHandle] = []
         self._closings: set[asyncio.Task[None]] = set()
@@ -122,25 +123,42 @@ class ServedDecoder:
         self._next_label += 1
         self._running[label] = choice
         choice.withdraw = lambda: self._withdraw(label)
+        self._watch_deadline(label, choice)
         now_ns = time.monotonic_ns()
         self._told.tell(events.Dispatched(now_ns, choice.request, choice.index, self.name, label))
         options = replace(choice.options, prefill_chunk=self.settings.prefill_chunk)
-        self._send(lambda link: self._submit(link, label, choice, options))
+        if self._outbox is not None:
+            self._outbox.send(lambda link: self._submit(link, label, choice, options))
 
     def _submit(self, link: OwnerLink, label: int, choice: Choice, options: RequestOptions) -> None:
         try:
             link.submit(label, choice.prompt, options)
         except (WouldBlock, PeerDied):
             raise
-        except HeadraceError as exc:  # the others behind it go on
+        except Exception as exc:  # the others behind it go on
             del self._running[label]
             terminal, field = _fault_of(exc)
             self._fail(choice, Ending(terminal, str(exc), field=field))
             self._changed()
 
+    def _watch_deadline(self, label: int, choice: Choice) -> None:
+        """The owner keeps deadlines; one that does not, since it is stuck, holds up no answer."""
+        deadline_ns = choice.job.deadline_ns
+        if deadline_ns is None:
+            return
+        delay_s = (deadline_ns - time.monotonic_ns()) / 1e9 + OVERDUE_S
+
+        def overdue() -> None:
+            if not choice.begun and not choice.over:
+                text = f"its deadline passed {OVERDUE_S:.0f} s ago, and its owner says nothing"
+                choice.fail(Ending(Terminal.DEADLINE, text))
+                self._withdraw(label)  # it stays the owner's until that tells its end
+
+        choice.deadline = asyncio.get_running_loop().call_later(max(0.0, delay_s), overdue)
+
     def _withdraw(self, label: int) -> None:
-        if label in self._running:
-            self._send(lambda link: link.send(Withdraw(label)))
+        if label in self._running and self._outbox is not None:
+            self._outbox.send(lambda link: link.send(Withdraw(label)))
 
     # Its owner's life.
 
@@ -157,7 +175,7 @@ class ServedDecoder:
         except HeadraceError as exc:
             self._lost(str(exc), mistake=isinstance(exc, Refused))
             return
-        self._link = link
+        self._link, self._outbox = link, Outbox(link)
         asyncio.get_running_loop().add_reader(link.fileno(), self._readable)
         self._later(self.settings.start_s, self._too_late)
 
@@ -171,7 +189,8 @@ class ServedDecoder:
         self._fail_all(Terminal.SHUTTING_DOWN, "the server is shutting down")
         link = self._forget_link()
         if link is not None:
-            grace_s = grace_s if link.ask_to_end() else 0.0
+            loads = self.state == "starting"  # it would not hear it, and has nothing to end
+            grace_s = grace_s if not loads and link.ask_to_end() else 0.0
             await asyncio.to_thread(_close, self.name, link, grace_s)
         if self._closings:
             await asyncio.wait(self._closings)
@@ -220,9 +239,16 @@ class ServedDecoder:
                 self.report = message
                 now_ns = time.monotonic_ns()
                 self._told.tell(events.Looked(now_ns, self.name, self.incarnation, message))
-                if self._standing.forsaken and not self._running:
-                    self._lost(f"no source is left: {message.sources[0].reason}")
+                if not self._running:
+                    self._check_standing(message)
                 self._changed()
+
+    def _check_standing(self, report: Inspected) -> None:
+        """An owner that can serve nothing any more is ended, which proves all of its quiet."""
+        if self._standing.forsaken:
+            self._lost(f"no source is left: {report.sources[0].reason}")
+        elif self.lanes == 0:
+            self._lost("all of its lanes are quarantined")
 
     def _token(self, token: Token) -> None:
         choice = self._running.get(token.label)
@@ -295,7 +321,9 @@ class ServedDecoder:
     def _forget_link(self) -> OwnerLink | None:
         link, self._link = self._link, None
         self.up = self.report = self._asked_ns = None
-        self._outbox.clear()
+        if self._outbox is not None:
+            self._outbox.close()
+            self._outbox = None
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
@@ -328,12 +356,12 @@ class ServedDecoder:
 
     def _look(self) -> None:
         """Ask the owner what it holds, now and again; one that does not answer is stuck."""
-        if self._link is None:
+        if self._outbox is None:
             return
         now_ns = time.monotonic_ns()
         if self._asked_ns is None:
             self._asked_ns = now_ns
-            self._send(lambda link: link.send(Inspect()))
+            self._outbox.send(lambda link: link.send(Inspect()))
         elif now_ns - self._asked_ns > self.settings.silence_s * 1e9:
             self._lost(f"its owner did not answer for {self.settings.silence_s:.0f} s")
             return
@@ -345,32 +373,8 @@ class ServedDecoder:
     def _later(self, delay_s: float, act: Callable[[], None]) -> None:
         self._timers.append(asyncio.get_running_loop().call_later(delay_s, act))
 
-    def _send(self, send: Callable[[OwnerLink], None]) -> None:
-        """Send now, or in order as soon as there is room."""
-        link = self._link
-        if link is None:
-            return
-        self._outbox.append(lambda: send(link))
-        if len(self._outbox) == 1:
-            self._flush()
 
-    def _flush(self) -> None:
-        link = self._link
-        loop = asyncio.get_running_loop()
-        while link is not None and self._outbox:
-            try:
-                self._outbox[0]()
-            except WouldBlock:
-                loop.add_writer(link.fileno(), self._flush)
-                return
-            except PeerDied:
-                return  # `_readable` hears of it, after what it sent before
-            self._outbox.popleft()
-        if link is not None:
-            loop.remove_writer(link.fileno())
-
-
-def _fault_of(exc: HeadraceError) -> tuple[Terminal, str | None]:
+def _fault_of(exc: Exception) -> tuple[Terminal, str | None]:
     """What is no fault of an option's value is one of ours, or this host lacks something."""
     if not isinstance(exc, Refused):
         return Terminal.BUG, None

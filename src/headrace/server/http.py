@@ -17,6 +17,8 @@ from starlette.exceptions import HTTPException
 
 from headrace.server import events
 from headrace.server.budget import Held
+from headrace.server.config import HttpConfig
+from headrace.server.hosts import check_asked
 from headrace.server.terminals import Ending, Terminal
 
 _log = logging.getLogger("headrace.server")
@@ -31,6 +33,9 @@ Headers: TypeAlias = list[tuple[bytes, bytes]]
 OPEN_PATHS: Final = frozenset({"/", "/page.css", "/page.js", "/health", "/ready"})
 """What is served without a key: that the server is there, and a page without what it shows."""
 
+WATCHED_PATHS: Final = frozenset({"/health", "/ready", "/metrics"})
+"""What is answered above the limit of connections too: how it fares then."""
+
 ENDPOINTS: Final[Mapping[str, events.Endpoint]] = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
@@ -39,25 +44,35 @@ ENDPOINTS: Final[Mapping[str, events.Endpoint]] = {
 }
 
 BODY_WITHIN_S = 30.0
+FULL_AGAIN_S = 1.0  # when to come again after too many connections
 BUG_TEXT = "a fault of this server; see its log"
 _LABEL = re.compile(rb"[\x21-\x7e]{1,128}")
 _TRACEPARENT = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Front:
-    """The outermost part: header limit, API key, the request's ids, and a last catch for bugs.
+    """The outermost part: limits, API key, the request's ids, and a last catch for bugs.
 
     It leaves in the scope's `state`: `label`, the client's X-Request-Id or one of ours;
-    `traceparent`, as it came if it is one, or ""; `client`, whose share of the queue it takes.
+    `traceparent`, as it came if it is one, or ""; `client`, whose share of the queue it takes;
+    `known`, whether it may be told what only who may use the server is told.
     """
 
     def __init__(
-        self, app: App, told: events.Events, *, keys: Sequence[str], max_header_bytes: int
+        self,
+        app: App,
+        told: events.Events,
+        config: HttpConfig,
+        *,
+        keys: Sequence[str],
+        num_connections: Callable[[], int],
     ) -> None:
+        """num_connections: how many are open, with the one that asks."""
         self._app = app
         self._told = told
+        self._config = config
         self._keys = [key.encode() for key in keys]
-        self._max_header_bytes = max_header_bytes
+        self._num_connections = num_connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -117,20 +132,33 @@ class Front:
         )
 
     def _check(self, scope: Scope, headers: Headers, state: dict[str, Any]) -> None:
-        nbytes = sum(len(name) + len(value) for name, value in headers) + len(scope["raw_path"])
-        if nbytes > self._max_header_bytes:
-            text = f"the headers have {nbytes} bytes and the limit is {self._max_header_bytes}"
-            raise Ending(Terminal.HEADERS_TOO_LARGE, text)
+        self._check_limits(scope, headers)
         peer = scope.get("client")
-        state["client"] = peer[0] if peer else "local"
+        state["client"], state["known"] = peer[0] if peer else "local", True
         if not self._keys:
+            host = header(headers, b"host").decode("latin-1")
+            origin = header(headers, b"origin").decode("latin-1")
+            own, allow_open = self._config.host, self._config.allow_open
+            check_asked(host, origin, scope["method"], own=own, allow_open=allow_open)
             return
         given = header(headers, b"authorization").removeprefix(b"Bearer ").strip()
         same = [hmac.compare_digest(given, key) for key in self._keys]  # all, in equal time
+        state["known"] = any(same)
         if any(same):
             state["client"] = f"key-{same.index(True) + 1}"
         elif scope["path"] not in OPEN_PATHS:
             raise Ending(Terminal.UNAUTHORIZED, "give an API key: Authorization: Bearer KEY")
+
+    def _check_limits(self, scope: Scope, headers: Headers) -> None:
+        most = self._config.max_connections
+        if scope["path"] not in WATCHED_PATHS and self._num_connections() > most:
+            text = f"more than {most} connections are open; come again later"
+            raise Ending(Terminal.TOO_MANY_CONNECTIONS, text, retry_after_s=FULL_AGAIN_S)
+        nbytes = sum(len(name) + len(value) for name, value in headers) + len(scope["raw_path"])
+        if nbytes > self._config.max_header_bytes:
+            most = self._config.max_header_bytes
+            text = f"the headers have {nbytes} bytes and the limit is {most}"
+            raise Ending(Terminal.HEADERS_TOO_LARGE, text)
 
 
 def header(headers: Headers, name: bytes) -> bytes:
@@ -188,7 +216,7 @@ async def send_error(send: Send, ending: Ending) -> None:
         headers.append((b"retry-after", str(max(1, math.ceil(ending.retry_after_s))).encode()))
     if ending.terminal is Terminal.UNAUTHORIZED:
         headers.append((b"www-authenticate", b"Bearer"))
-    if ending.terminal is Terminal.TOO_LARGE:
+    if ending.terminal in (Terminal.TOO_LARGE, Terminal.TOO_MANY_CONNECTIONS):
         headers.append((b"connection", b"close"))  # the rest of its body is not read
     await send_json(send, ending.status, msgspec.json.encode(ending.body()), headers)
 

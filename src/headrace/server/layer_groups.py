@@ -9,7 +9,7 @@ from headrace.ids import Span
 from headrace.messages import Interval
 from headrace.telemetry.clocks import Aligned, align
 from headrace.telemetry.recording import Run
-from headrace.telemetry.spans import spans_of
+from headrace.telemetry.spans import Starts, spans_of, within
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class LayerGroup:
     def holds(self, spans: Sequence[Span]) -> bool:
         """Whether all cells of `spans` are among those that its name tells."""
         return bool(spans) and all(
-            any(_within(inner, outer) for outer in self.spans) for inner in spans
+            any(within(inner, outer) for outer in self.spans) for inner in spans
         )
 
 
@@ -75,14 +75,23 @@ def layer_groups(
 
 
 def _imports(run: Aligned, groups: dict[str, LayerGroup]) -> Iterator[tuple[Interval, LayerGroup]]:
-    """Each import with the group of its cells: by name, or where it is a piece, by its spans."""
-    for piece in run.of("import"):
-        group = groups.get(piece.name)
-        if group is None:
-            spans = spans_of(piece.name)
-            group = next((each for each in groups.values() if each.holds(spans)), None)
-        if group is not None:
-            yield piece, group
+    """Each import with the group of its cells: by name, or where it is a piece, by its spans.
+
+    Where groups tell of the same cells, the first of them has the piece.
+    """
+    named = [(piece, spans_of(piece.name)) for piece in run.of("import")]
+    pieces = [each for each in named if each[1] and each[0].name not in groups]
+    starts = Starts(spans[0] for _, spans in pieces)
+    of_piece: dict[str, LayerGroup] = {}
+    for group in groups.values():
+        for number in (number for outer in group.spans for number in starts.inside(outer)):
+            piece, spans = pieces[number]
+            if piece.name not in of_piece and group.holds(spans):
+                of_piece[piece.name] = group
+    for piece, _ in named:
+        found = groups.get(piece.name) or of_piece.get(piece.name)
+        if found is not None:
+            yield piece, found
 
 
 def _run_of(source: Sequence[Interval], owner: Sequence[Interval]) -> Run:
@@ -95,8 +104,3 @@ def _run_of(source: Sequence[Interval], owner: Sequence[Interval]) -> Run:
         owner=tuple(owner),
         measured=None,
     )
-
-
-def _within(inner: Span, outer: Span) -> bool:
-    layers = outer.layer_start <= inner.layer_start and inner.layer_stop <= outer.layer_stop
-    return layers and outer.start <= inner.start and inner.stop <= outer.stop

@@ -8,16 +8,22 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from headrace.engine.chat import ChatTemplate
 from headrace.engine.text import ModelText
 from headrace.errors import Refused
 from headrace.server.terminals import Ending, Terminal
 
+NORMALIZED: Final = 4  # how many characters a tokenizer may take for one before it looks
+
 
 @dataclass(frozen=True)
 class ServedModel:
-    """One model. context: positions that a lane of any decoder of it holds."""
+    """One model. context: positions that a lane of any decoder of it holds.
+
+    most_characters: of a text that could fit the context, and then some.
+    """
 
     name: str
     codec: ModelText
@@ -25,9 +31,19 @@ class ServedModel:
     context: int
     vocab_size: int
     fingerprint: str
+    most_characters: int
 
     def encode(self, text: str, *, add_special: bool = True) -> array[int]:
-        """The ids of a text; call it in a thread where the text is long."""
+        """The ids of a text; see `Encoding` for where to call it.
+
+        Raises:
+            Refused: it is longer than any that fits.
+        """
+        if len(text) > self.most_characters:
+            raise Refused(
+                f"the text has {len(text)} characters, and none of more than "
+                f"{self.most_characters} fits this model's context of {self.context} tokens"
+            )
         return array("I", self.codec.encode(text, add_special=add_special))
 
     def encode_chat(
@@ -84,11 +100,13 @@ def open_model(name: str, directory: Path, context: int) -> ServedModel:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise Refused(f"{directory / 'config.json'} does not tell the vocabulary: {exc}") from exc
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=6)
+    codec = ModelText(directory)
     return ServedModel(
         name,
-        ModelText(directory),
+        codec,
         ChatTemplate(directory, name),
         context,
         vocab_size,
         f"fp_{digest.hexdigest()}",
+        NORMALIZED * codec.longest_token * context,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
@@ -56,13 +56,13 @@ class Choice:
     nbytes: int = 0
     _drawing: Drawing | None = None
 
-    def end(self, arrived: Arrived, event: ChoiceEnded, *, traced: bool) -> None:
-        """It ended; its intervals are kept if `traced`, and if there are any."""
+    def end(self, arrived: Arrived, event: ChoiceEnded, *, max_nbytes: int) -> None:
+        """It ended; its intervals are kept if there are any, and no more than `max_nbytes`."""
         self.untrace()
         self.decoder, self.num_tokens = event.decoder, event.num_tokens
-        if traced and (event.source_intervals or event.owner_intervals):
-            self.run = _run(arrived, event)
-            self.nbytes = _nbytes(self.run)
+        nbytes = _nbytes(event)
+        if 0 < nbytes <= max_nbytes:
+            self.run, self.nbytes = _run(arrived, event), nbytes
         self.result = _result(arrived, event, traced=self.run is not None)
 
     def untrace(self) -> None:
@@ -70,6 +70,16 @@ class Choice:
         self.run, self._drawing, self.nbytes = None, None, 0
         if self.result is not None:
             self.result = replace(self.result, traced=False)
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether its swimlanes were made."""
+        return self._drawing is not None
+
+    def keep_drawing(self, drawing: Drawing, of: Run) -> None:
+        """Keep what was drawn elsewhere, if its intervals are still those."""
+        if self.run is of:
+            self._drawing = drawing
 
     def drawing(self, request: int, number: int) -> Drawing | None:
         """Its swimlanes, made once; None without intervals."""
@@ -100,6 +110,23 @@ class Choice:
         if not self.decoder:
             return "queued"
         return "waiting" if held is None else _PHASES.get(held.phase, held.phase)
+
+
+class Undrawn(NamedTuple):
+    """A choice whose swimlanes are to be made; `draw` is for any thread, `keep` for the loop's."""
+
+    request: int
+    number: int
+    choice: Choice
+    run: Run
+
+    def draw(self) -> Drawing:
+        """Its swimlanes."""
+        return draw(self.request, self.number, self.run)
+
+    def keep(self, drawing: Drawing) -> None:
+        """Let the page have them."""
+        self.choice.keep_drawing(drawing, self.run)
 
 
 @dataclass(slots=True)
@@ -258,8 +285,8 @@ def _run(arrived: Arrived, event: ChoiceEnded) -> Run:
     )
 
 
-def _nbytes(run: Run) -> int:
-    intervals = (*run.source, *run.owner)
+def _nbytes(event: ChoiceEnded) -> int:
+    intervals = (*event.source_intervals, *event.owner_intervals)
     return sum(_INTERVAL_NBYTES + len(each.name) for each in intervals)
 
 

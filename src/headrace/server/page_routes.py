@@ -6,6 +6,7 @@ Nothing is read from a client but the path. Whoever mounts these asks for API ke
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.resources import files
 from typing import Final
@@ -17,6 +18,7 @@ from starlette.routing import Route
 
 from headrace.server.recent import Recent
 from headrace.server.terminals import Ending, Terminal
+from headrace.telemetry.chrome import encode
 from headrace.telemetry.style import STYLE
 
 PUBLIC: Final = ("/", "/page.css", "/page.js")
@@ -54,6 +56,7 @@ _TYPES: Final = {
 def routes(recent: Recent, clock: Callable[[], int]) -> list[Route]:
     """The routes, for `GET` and `HEAD`; `clock` tells the ns of the events' clock."""
     content = {name: _content(name) for name in _TYPES}
+    apart = asyncio.Lock()  # drawing and encoding: one at a time, in a thread, so that streams go on
 
     def page_file(name: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -62,17 +65,22 @@ def routes(recent: Recent, clock: Callable[[], int]) -> list[Route]:
         return answer
 
     async def status(request: Request) -> Response:
+        async with apart:
+            for due in recent.undrawn():
+                due.keep(await asyncio.to_thread(due.draw))
         encoded = msgspec.json.encode(recent.snapshot(clock()))
         return _response(encoded, "application/json", "no-store")
 
     async def trace(request: Request) -> Response:
         asked = request.path_params["request"]
         number = int(asked) if _is_number(asked) else None
-        found = None if number is None else recent.trace_of(number)
+        found = None if number is None else recent.recording_of(number)
         if found is None:
             return _unknown(f"there is no trace of request {asked[:_MAX_DIGITS]}, or not any more")
+        async with apart:
+            encoded = await asyncio.to_thread(encode, found)
         name = f'attachment; filename="headrace-request-{number}.json"'
-        return _response(found, "application/json", "no-store", {"Content-Disposition": name})
+        return _response(encoded, "application/json", "no-store", {"Content-Disposition": name})
 
     return [
         Route("/", page_file("index.html"), methods=["GET"]),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.engine.models import resolve
 from headrace.runtime.config import names_of
-from headrace.server.config import DecoderTable, HttpConfig, ServeConfig
-from headrace.server.config_checks import KEY_VARIABLE, CheckedDecoder, check_config
+from headrace.server.config import DecoderTable, ServeConfig
+from headrace.server.config_checks import CheckedDecoder, check_config
 from headrace.server.decoder_settings import DecoderSettings
+from headrace.server.keys import take_keys
 from headrace.server.models import ServedModel, open_model
 from headrace.server.owner_configs import restart_policy
 from headrace.server.spans import SpanListener, open_spans
@@ -38,7 +38,8 @@ def prepare(config: ServeConfig) -> Prepared:
     Raises:
         Refused, BackendUnavailable: naming what is missing or broken.
     """
-    checked = check_config(config)
+    keys = take_keys(config.http)
+    checked = check_config(config, keys)
     models: dict[str, ServedModel] = {}
     for each in checked.decoders:
         directory = resolve(each.table.model)
@@ -46,19 +47,12 @@ def prepare(config: ServeConfig) -> Prepared:
             _add(models, name, directory, each.table.context)
     decoders = [_settings(each, config) for each in checked.decoders]
     spans = open_spans(config.telemetry)
-    return Prepared(models, decoders, read_keys(config.http), spans, checked.warnings)
+    return Prepared(models, decoders, keys, spans, checked.warnings)
 
 
 def served_names(table: DecoderTable) -> tuple[str, ...]:
     """The names under which requests ask for a decoder's model."""
     return table.served_as or (table.model,)
-
-
-def read_keys(http: HttpConfig) -> tuple[str, ...]:
-    """The API keys, of the file and of the environment; none if nobody is asked for one."""
-    lines = [] if http.api_key_file is None else Path(http.api_key_file).read_text().splitlines()
-    given = [line.strip() for line in [*lines, os.environ.get(KEY_VARIABLE, "")]]
-    return tuple(dict.fromkeys(key for key in given if key))
 
 
 def _add(models: dict[str, ServedModel], name: str, directory: Path, context: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from itertools import islice
 from typing import Final
 
 from msgspec.structs import replace
@@ -30,7 +31,7 @@ from headrace.server.events import (
 )
 from headrace.server.page_decoders import OTHER, Decoder, Notes, bounded_add
 from headrace.server.page_rates import SECOND_NS, PerSecond, Window
-from headrace.server.page_requests import Choice, Past, Request, kept_of, short
+from headrace.server.page_requests import Choice, Past, Request, Undrawn, kept_of, short
 from headrace.server.page_state import (
     CLOCK,
     VERSION,
@@ -41,7 +42,6 @@ from headrace.server.page_state import (
     Rates,
 )
 from headrace.server.terminals import Terminal
-from headrace.telemetry.chrome import encode
 from headrace.telemetry.recording import Recording, Stamp
 
 MAX_OPEN: Final = 4096
@@ -50,6 +50,8 @@ MAX_DECODERS: Final = 256
 MAX_SHOWN_OPEN: Final = 200
 MAX_DRAWN: Final = 8
 MAX_TRACED_NBYTES: Final = 32 << 20
+MAX_TRACE_NBYTES: Final = 8 << 20
+"""Of the intervals of one request, estimated; a choice that exceeds it is not kept for a trace."""
 
 _RATE_S: Final = 10
 _HISTORY_S: Final = 60
@@ -144,11 +146,19 @@ class Recent:
             faults=tuple(self._faults()),
         )
 
-    def trace_of(self, request: int) -> bytes | None:
-        """A trace file as `headrace run --trace` writes it, a run per choice; None if not kept."""
+    def recording_of(self, request: int) -> Recording | None:
+        """What a trace file of it holds, a run per choice; None if not kept."""
         found = self._find(request)
         runs = () if found is None else tuple(found.runs())
-        return encode(Recording(runs=runs, stamp=self._stamp)) if runs else None
+        return Recording(runs=runs, stamp=self._stamp) if runs else None
+
+    def undrawn(self) -> list[Undrawn]:
+        """What a snapshot shows and has to draw first: whoever must not wait has it drawn apart."""
+        return [
+            Undrawn(number, index, choice, choice.run)
+            for number, index, choice in self._drawn()
+            if choice.run is not None and not choice.is_drawn
+        ]
 
     # Events.
 
@@ -184,7 +194,9 @@ class Recent:
             return
         self._unlabel(event.request, choice)
         self._traced_nbytes -= choice.nbytes
-        choice.end(request.arrived, event, traced=self._kept > 0)
+        others = sum(each.nbytes for each in request.choices.values() if each is not choice)
+        room = MAX_TRACE_NBYTES - others if self._kept > 0 else 0
+        choice.end(request.arrived, event, max_nbytes=room)
         self._traced_nbytes += choice.nbytes
         if self._traced_nbytes > self._max_traced_nbytes:
             self._trim()
@@ -255,13 +267,20 @@ class Recent:
     # What is shown.
 
     def _drawings(self) -> Iterator[Drawing]:
-        left = MAX_DRAWN
-        for past in reversed(self._past.values()):
-            for number, choice in past.request.numbered():
-                drawing = choice.drawing(past.request.number, number) if left else None
-                if drawing is not None:
-                    left -= 1
-                    yield drawing
+        for request, number, choice in self._drawn():
+            drawing = choice.drawing(request, number)
+            if drawing is not None:
+                yield drawing
+
+    def _drawn(self) -> Iterator[tuple[int, int, Choice]]:
+        """The latest choices that have intervals."""
+        traced = (
+            (past.request.number, number, choice)
+            for past in reversed(self._past.values())
+            for number, choice in past.request.numbered()
+            if choice.run is not None
+        )
+        return islice(traced, MAX_DRAWN)
 
     def _faults(self) -> Iterator[Fault]:
         found = {"ended": Counter(self._failed), "rejected": Counter(self._rejected)}

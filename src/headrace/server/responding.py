@@ -18,6 +18,7 @@ from headrace.server.models import ServedModel
 from headrace.server.saying import Piece, Saying
 from headrace.server.terminals import Ending, Terminal
 
+END_WITHIN_S = 5.0  # how long the end of what was withdrawn is waited for, for its usage
 READ_WITHIN_S = 60.0  # how long a client may leave unread what is sent, before it has left
 
 _ToldUsage: TypeAlias = replies.Usage | UnsetType | None
@@ -120,14 +121,12 @@ class Responding:
         )
         while not all(saying.finished for saying in self._sayings):
             self._news.clear()
-            told = b"".join(
-                replies.event_of(self._chunk(index, piece))
-                for index, saying in enumerate(self._sayings)
-                if (piece := saying.more()) is not None
-            )
+            told, failure = self._news_told()
             if told:
                 await self._event(told)
-            elif not all(saying.finished for saying in self._sayings):
+            if failure is not None:
+                raise failure
+            if not told and not all(saying.finished for saying in self._sayings):
                 await self._news.wait()
         last = b""
         if self._body.streams_usage:
@@ -136,6 +135,17 @@ class Responding:
             make = replies.chat_chunk if self._chat else replies.completion
             last = replies.event_of(make(self._head, (), usage))
         await self._event(last + replies.DONE, last=True)
+
+    def _news_told(self) -> tuple[bytes, Ending | None]:
+        """The events of what has come, and what failed after it."""
+        told: list[bytes] = []
+        try:
+            for index, saying in enumerate(self._sayings):
+                if (piece := saying.more()) is not None:
+                    told.append(replies.event_of(self._chunk(index, piece)))
+        except Ending as exc:
+            return b"".join(told), exc
+        return b"".join(told), None
 
     async def _until_begun(self) -> None:
         while not any(saying.begun for saying in self._sayings):
@@ -148,10 +158,12 @@ class Responding:
 
     async def _until_over(self) -> None:
         """An owner tells what it had kept of a prompt with its end, also of what was withdrawn."""
-        while not all(saying.choice.over for saying in self._sayings):
-            self._news.clear()
-            if not all(saying.choice.over for saying in self._sayings):
-                await self._news.wait()
+        with suppress(TimeoutError):  # an owner that is stuck by then holds up no answer
+            async with asyncio.timeout(END_WITHIN_S):
+                while not all(saying.choice.over for saying in self._sayings):
+                    self._news.clear()
+                    if not all(saying.choice.over for saying in self._sayings):
+                        await self._news.wait()
 
     def _chunk(self, index: int, piece: Piece) -> replies.Completion | replies.ChatChunk:
         usage: _ToldUsage = UNSET

@@ -265,6 +265,7 @@ class _Serving:
 
     async def _close(self, http: uvicorn.Server, serving: asyncio.Future[None]) -> None:
         self._dispatcher.close()
+        self._answering.close()
         await asyncio.gather(*(each.stop(CLOSE_GRACE_S) for each in self._decoders))
         http.should_exit = True
         with contextlib.suppress(asyncio.CancelledError):

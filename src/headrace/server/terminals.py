@@ -21,6 +21,7 @@ class Terminal(Enum):
     FINISHED = "finished"
     INVALID = "invalid"
     UNAUTHORIZED = "unauthorized"
+    FORBIDDEN = "forbidden"
     UNKNOWN_MODEL = "unknown-model"
     UNKNOWN_PATH = "unknown-path"
     WRONG_METHOD = "wrong-method"
@@ -29,6 +30,7 @@ class Terminal(Enum):
     QUEUE_FULL = "queue-full"
     DEADLINE = "deadline"
     CLIENT_LEFT = "client-left"
+    TOO_MANY_CONNECTIONS = "too-many-connections"
     SHUTTING_DOWN = "shutting-down"
     NOT_READY = "not-ready"
     OWNER_DIED = "owner-died"
@@ -47,6 +49,7 @@ STATUS: Final[dict[Terminal, int]] = {
     Terminal.FINISHED: 200,
     Terminal.INVALID: 400,
     Terminal.UNAUTHORIZED: 401,
+    Terminal.FORBIDDEN: 403,
     Terminal.UNKNOWN_MODEL: 404,
     Terminal.UNKNOWN_PATH: 404,
     Terminal.WRONG_METHOD: 405,
@@ -55,6 +58,7 @@ STATUS: Final[dict[Terminal, int]] = {
     Terminal.QUEUE_FULL: 429,
     Terminal.DEADLINE: 408,
     Terminal.CLIENT_LEFT: 499,  # nobody is there to read it: for logs and metrics
+    Terminal.TOO_MANY_CONNECTIONS: 503,
     Terminal.SHUTTING_DOWN: 503,
     Terminal.NOT_READY: 503,
     Terminal.OWNER_DIED: 503,
@@ -89,6 +93,7 @@ _LACKING: Final = {"source": Terminal.NO_SOURCE, "decoder": Terminal.NO_STORAGE}
 _TYPES: Final[dict[int, str]] = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Mapping
 
@@ -10,6 +9,7 @@ from headrace.errors import Refused
 from headrace.server import replies
 from headrace.server.bodies import TokenizeBody, tokenize_of
 from headrace.server.budget import Budget
+from headrace.server.encoding import Encoding
 from headrace.server.http import Receive, Scope, Send, read_body, send_json
 from headrace.server.models import ServedModel
 from headrace.server.terminals import Ending, Terminal
@@ -18,25 +18,31 @@ from headrace.server.terminals import Ending, Terminal
 class Tokenizing:
     """The application of the path."""
 
-    def __init__(self, models: Mapping[str, ServedModel], max_body_nbytes: int) -> None:
+    def __init__(
+        self, models: Mapping[str, ServedModel], max_body_nbytes: int, encoding: Encoding
+    ) -> None:
         self._models = models
         self._max_body_nbytes = max_body_nbytes
+        self._encoding = encoding
         self._budget = Budget(4 * max_body_nbytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._budget.of_one() as held:
             raw = await read_body(scope, receive, self._max_body_nbytes, held)
-            body = tokenize_of(raw)
-            model = self._model_of(body)
             try:
-                tokens = await asyncio.to_thread(_ids, body, model)
+                reply = await self._encoding.run(lambda: self._reply(raw), len(raw))
             except Refused as exc:
                 raise Ending(Terminal.INVALID, str(exc), field=exc.field or None) from exc
+        await send_json(send, 200, reply)
+
+    def _reply(self, raw: bytes) -> bytes:
+        body = tokenize_of(raw)
+        model = self._model_of(body)
+        tokens = _ids(body, model)
         told = None
         if body.return_token_strs:
             told = [model.codec.text_of(each) for each in tokens]
-        reply = replies.Tokenized(len(tokens), model.context, tokens.tolist(), told)
-        await send_json(send, 200, replies.json_of(reply))
+        return replies.json_of(replies.Tokenized(len(tokens), model.context, tokens.tolist(), told))
 
     def _model_of(self, body: TokenizeBody) -> ServedModel:
         if body.model is None and len(self._models) == 1:

@@ -8,17 +8,17 @@ by their events has lanes of its own too, and the error that it has on that cloc
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from headrace.ids import Span
 from headrace.messages import Interval, IntervalKind
 from headrace.telemetry.clocks import Aligned, align, pairs
 from headrace.telemetry.recording import Recording
-from headrace.telemetry.report import computes_too, report_of
-from headrace.telemetry.spans import spans_of
+from headrace.telemetry.report import computes_too, reports_of
+from headrace.telemetry.spans import Starts, spans_of
 from headrace.telemetry.words import as_object
 
 Event: TypeAlias = dict[str, Any]
@@ -54,20 +54,20 @@ _COUNTERS: Final[tuple[tuple[IntervalKind, str], ...]] = (
 def encode(recording: Recording) -> bytes:
     """The trace file: what Perfetto draws, and the recording itself for `recording.read`."""
     aligned = [align(run) for run in recording.runs]
-    ids = count(1)
+    ids, encoder = count(1), msgspec.json.Encoder()
+    events = (event for pid, run in enumerate(aligned, 1) for event in _events(pid, run, ids))
     file = {
-        "traceEvents": [
-            event for pid, run in enumerate(aligned, 1) for event in _events(pid, run, ids)
-        ],
+        # One by one: a call that encodes all of them lets no other thread run meanwhile.
+        "traceEvents": [msgspec.Raw(encoder.encode(event)) for event in events],
         "displayTimeUnit": "ms",
         "otherData": {
             "clock": "CLOCK_MONOTONIC of the owner's host",
             "device_clock": "events of the device, brought to it; off by at most args.error_us",
-            "figures": [as_object(report_of(run, aligned)) for run in aligned],
+            "figures": [as_object(report) for report in reports_of(aligned)],
         },
         "headrace": recording,
     }
-    return msgspec.json.encode(file)
+    return encoder.encode(file)
 
 
 def side_of(interval: Interval) -> Side:
@@ -78,12 +78,17 @@ def side_of(interval: Interval) -> Side:
 def tracks(intervals: Iterable[Interval]) -> list[list[Interval]]:
     """The intervals in as few rows as it takes for none to overlap another of its row."""
     rows: list[list[Interval]] = []
+    busy: list[tuple[int, int]] = []  # until when, which row; the first to end at the front
+    free: list[int] = []  # the uppermost at the front
     for each in sorted(intervals, key=lambda one: (one.begun_ns, one.ended_ns)):
-        row = next((row for row in rows if row[-1].ended_ns <= each.begun_ns), None)
-        if row is None:
-            rows.append([each])
-        else:
-            row.append(each)
+        while busy and busy[0][0] <= each.begun_ns:
+            heappush(free, heappop(busy)[1])
+        if not free:
+            rows.append([])
+            free.append(len(rows) - 1)
+        row = heappop(free)
+        rows[row].append(each)
+        heappush(busy, (each.ended_ns, row))
     return rows
 
 
@@ -149,13 +154,13 @@ def _instants(pid: int, run: Aligned) -> Iterator[Event]:
 
 def _arrows(pid: int, run: Aligned, places: dict[int, int], ids: Iterator[int]) -> Iterator[Event]:
     """From each message's sending to its validation, and from there to the imports of its spans."""
-    imports = [(each, spans_of(each.name)) for each in run.of("import")]
+    imports = [(each, told[0]) for each in run.of("import") if (told := spans_of(each.name))]
+    starts = Starts(span for _, span in imports)
     for sent, heard in pairs(run.source, run.owner):
         yield from _arrow(pid, next(ids), (sent, heard), places)
-        told = spans_of(heard.name)
-        for each, pieces in imports:
-            if pieces and any(_within(pieces[0], span) for span in told):
-                yield from _arrow(pid, next(ids), (heard, each), places)
+        inside = {number for span in spans_of(heard.name) for number in starts.inside(span)}
+        for number in sorted(inside):
+            yield from _arrow(pid, next(ids), (heard, imports[number][0]), places)
 
 
 def _arrow(
@@ -176,12 +181,3 @@ def _counters(pid: int, run: Aligned) -> Iterator[Event]:
             total += nbytes
             event = {"ph": "C", "pid": pid, "cat": "bytes", "name": name, "ts": at_ns / 1e3}
             yield {**event, "args": {"bytes": total}}
-
-
-def _within(piece: Span, span: Span) -> bool:
-    return (
-        span.layer_start <= piece.layer_start
-        and piece.layer_stop <= span.layer_stop
-        and span.start <= piece.start
-        and piece.stop <= span.stop
-    )

@@ -79,10 +79,14 @@ def _clock_of(intervals: Iterable[Interval]) -> Evidence:
 def _together(
     computed: Iterable[Interval], imported: Iterable[Interval], shift_ns: int
 ) -> Iterator[tuple[Stretch, int]]:
-    """Each pair that overlaps: when both ran, and by how much that may be off."""
-    for one in computed:
-        for other in imported:
-            begun_ns = max(one.begun_ns, other.begun_ns)
+    """Each pair that overlaps, in order of time: when both ran, and by how much that may be off."""
+    begun = [(each.begun_ns, side, each) for side in (0, 1) for each in (computed, imported)[side]]
+    running: tuple[list[Interval], list[Interval]] = [], []  # as of the latest beginning
+    for begun_ns, side, one in sorted(begun, key=lambda each: each[:2]):
+        others = running[1 - side]
+        others[:] = [other for other in others if other.ended_ns > begun_ns]
+        for other in others:
             ended_ns = min(one.ended_ns, other.ended_ns)
             if begun_ns < ended_ns:
                 yield (begun_ns, ended_ns), one.error_ns + other.error_ns + shift_ns
+        running[side].append(one)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from msgspec.structs import replace
@@ -45,9 +46,13 @@ class ClockCheck:
         return self.verdict != "contradictory"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Aligned:
-    """A run on its owner's clock, in ns; a moment that was not reached is None."""
+    """A run on its owner's clock, in ns; a moment that was not reached is None.
+
+    What is asked once per interval is found once per run: looking at all of them each time would
+    make a drawing's cost grow with the square of its intervals.
+    """
 
     run: Run
     clock: ClockCheck
@@ -58,7 +63,7 @@ class Aligned:
         """The intervals of these kinds, the source's first."""
         return [each for each in (*self.source, *self.owner) if each.kind in kinds]
 
-    @property
+    @cached_property
     def is_local(self) -> bool:
         """Whether the owner computed it by itself: one thread, in which nothing runs beside it."""
         return any(each.name == LOCAL_GRANT for each in self.of("granted"))
@@ -68,7 +73,7 @@ class Aligned:
         """When the source began to compute."""
         return min((each.begun_ns for each in self.of("compute")), default=None)
 
-    @property
+    @cached_property
     def final_ns(self) -> int | None:
         """The source-final time: the prefill ended."""
         return self.moment_ns("final")
@@ -78,7 +83,7 @@ class Aligned:
         """When the last layer group lay in the slot."""
         return self.moment_ns("announced")
 
-    @property
+    @cached_property
     def published_ns(self) -> int | None:
         """When the entry became visible."""
         return self.moment_ns("published")
@@ -88,7 +93,7 @@ class Aligned:
         """While it held a slot and waited for storage."""
         return max(self.of("parked"), key=lambda each: each.ended_ns, default=None)
 
-    @property
+    @cached_property
     def tail(self) -> Stretch | None:
         """From the later of the source-final time and the end of parking to publishing.
 

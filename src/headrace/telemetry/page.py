@@ -10,7 +10,7 @@ from headrace.telemetry.chrome import side_of
 from headrace.telemetry.clocks import Aligned, align
 from headrace.telemetry.drawing import MARKS, Frame, draw_lanes, escape
 from headrace.telemetry.recording import Recording
-from headrace.telemetry.report import Report, computes_too, report_of
+from headrace.telemetry.report import Report, computes_too, reports_of
 from headrace.telemetry.style import STYLE
 from headrace.telemetry.tail import LABELS, PARTS
 from headrace.telemetry.words import figures, parts, title
@@ -36,7 +36,7 @@ _DEVICE_BARS: Final[dict[IntervalKind, str]] = {
 def page(recording: Recording, name: str) -> str:
     """The page as text; `name` is what its heading calls the file."""
     runs = [align(run) for run in recording.runs]
-    sections = "\n".join(_section(run, report_of(run, runs)) for run in runs)
+    sections = "\n".join(_section(*each) for each in zip(runs, reports_of(runs), strict=True))
     stamp = ", ".join(f"{key}: {value}" for key, value in recording.stamp.items())
     return f"""<!DOCTYPE html>
 <html lang="en">

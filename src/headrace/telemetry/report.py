@@ -15,6 +15,9 @@ from headrace.telemetry.times import length_ns, union_of
 
 Alone: TypeAlias = Literal["whole-route run", "own imports"]
 
+_Wholes: TypeAlias = dict[tuple[str, int], Aligned]
+"""The whole-route run to compare with, by prompt and bytes."""
+
 TIMER_NOISE_NS: Final = 100_000
 """A hand-over between two processes waits for a wake-up, tens of us that vary as much from one to
 the next: a share of a T below this would be a share of noise.
@@ -82,10 +85,20 @@ class Report:
         return None if self.overlap_ns is None else self.overlap.kernels_ns
 
 
+def reports_of(runs: Sequence[Aligned]) -> list[Report]:
+    """The figures of each run of one file."""
+    wholes = _wholes(runs)
+    return [_report(run, wholes) for run in runs]
+
+
 def report_of(run: Aligned, among: Iterable[Aligned] = ()) -> Report:
     """The figures of `run`; `among`: the runs of its file, for one that tells T."""
+    return _report(run, _wholes(among))
+
+
+def _report(run: Aligned, wholes: _Wholes) -> Report:
     tail_ns = _length_of(run.tail)
-    whole = _whole(run, among)
+    whole = wholes.get(_same(run))
     alone_ns, alone = _alone(run, whole)
     both = [each for each in run.of("write") if computes_too(run, each)]
     write = [each for each in run.of("write") if not computes_too(run, each)]
@@ -135,18 +148,22 @@ def computes_too(run: Aligned, interval: Interval) -> bool:
     return run.final_ns is None or interval.begun_ns < run.final_ns
 
 
-def _whole(run: Aligned, among: Iterable[Aligned]) -> Aligned | None:
-    """A whole-route run of the same prompt between two processes that nobody disturbed.
+def _wholes(among: Iterable[Aligned]) -> _Wholes:
+    """The first of each prompt on the whole route, between two processes that nobody disturbed.
 
     Nobody else decoded, and it was not parked: what it did until it had storage is not in its tail.
     """
-    for other in among:
-        same = other.run.prompt == run.run.prompt and _kv_nbytes(other) == _kv_nbytes(run)
-        undisturbed = length_of("neighbours", pieces(other)) == 0 and not other.is_local
-        undisturbed = undisturbed and other.parked is None
-        if other.run.route == "whole" and same and undisturbed and other.tail is not None:
-            return other
-    return None
+    found: _Wholes = {}
+    for run in among:
+        two = run.run.route == "whole" and run.tail is not None and not run.is_local
+        if two and run.parked is None and length_of("neighbours", pieces(run)) == 0:
+            found.setdefault(_same(run), run)
+    return found
+
+
+def _same(run: Aligned) -> tuple[str, int]:
+    """What runs that may be compared have in common."""
+    return run.run.prompt, _kv_nbytes(run)
 
 
 def _alone(run: Aligned, whole: Aligned | None) -> tuple[int | None, Alone | None]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 from headrace.ids import Span
 
@@ -23,6 +25,39 @@ def name_of(spans: Sequence[Span]) -> str:
 def spans_of(name: str) -> list[Span]:
     """The spans that a name tells; those that it only counts are not among them."""
     return [Span(*map(int, match.groups())) for match in _SPAN.finditer(name)]
+
+
+class Starts:
+    """Which of many spans lie in another, found by where they start, without trying them all."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        starts: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by layer: position, number
+        self._spans = list(spans)
+        for number, span in enumerate(self._spans):
+            starts[span.layer_start].append((span.start, number))
+        self._starts = {layer: sorted(starts[layer]) for layer in sorted(starts)}
+        self._layers = list(self._starts)
+
+    def inside(self, outer: Span) -> list[int]:
+        """The numbers of those all of whose cells are of `outer`, ascending."""
+        first = bisect_left(self._layers, outer.layer_start)
+        last = bisect_left(self._layers, outer.layer_stop)
+        found = []
+        for layer in self._layers[first:last]:
+            starts = self._starts[layer]
+            begun, ended = (bisect_left(starts, (at, -1)) for at in (outer.start, outer.stop))
+            found += [number for _, number in starts[begun:ended]]
+        return sorted(number for number in found if within(self._spans[number], outer))
+
+
+def within(inner: Span, outer: Span) -> bool:
+    """Whether all cells of `inner` are among those of `outer`."""
+    return (
+        outer.layer_start <= inner.layer_start
+        and inner.layer_stop <= outer.layer_stop
+        and outer.start <= inner.start
+        and inner.stop <= outer.stop
+    )
 
 
 def of_one_layer(name: str) -> bool:

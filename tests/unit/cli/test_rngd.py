@@ -136,7 +136,7 @@ def test_an_environment_that_broke_is_made_anew(
     assert run_command(setup) == 0
     llama = tmp_path / "fake_site" / "furiosa" / "kernels" / "llama.py"
     good = llama.read_text()
-    # Of another length: bytecode is taken for current where time (in seconds) and size are the same.
+    # Of another length: bytecode passes for current where time (in seconds) and size agree.
     llama.write_text(f"{good}raise ImportError('half of it is gone')")
     capsys.readouterr()
     assert run_command([*setup, "--dry-run"]) == 0

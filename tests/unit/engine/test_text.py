@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,19 @@ def test_the_longest_context(tmp_path: Path) -> None:
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert max_positions_of(tmp_path) == longest
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    """A server encodes in a thread: it would stand still if the tokenizer kept it all to itself."""
+    text, done, turns = made(tmp_path, falls_back=True), threading.Event(), 0
+    words = "plain " * 300_000
+    encoding = threading.Thread(target=lambda: (text.encode(words), done.set()))
+    encoding.start()
+    while not done.wait(0.001):
+        turns += 1
+    encoding.join()
+    assert turns > 3
+
+
+def test_the_longest_token_is_known(tmp_path: Path) -> None:
+    assert made(tmp_path, falls_back=True).longest_token == len("<|end|>")

@@ -44,7 +44,7 @@ class Link:
         self.heard: deque[Any] = deque()
         self.told: list[Any] = []
         self.room: int | None = None
-        self.fails: HeadraceError | None = None  # of the next submit
+        self.fails: Exception | None = None  # of the next submit
         self.close_fails: HeadraceError | None = None
         self.pid = 100 + len(Link.made)
         self.closed: list[float] = []
@@ -159,9 +159,10 @@ class Fix:
         self.decoder._start_again()
         await self.until(lambda: self.decoder._link is not None)
 
-    def submit(self, num_tokens: int = 5) -> Choice:
+    def submit(self, num_tokens: int = 5, *, deadline_ns: int | None = None) -> Choice:
         choice = choice_of()
-        choice.job = replace(choice.job, num_prompt_tokens=num_tokens)
+        facts = {"num_prompt_tokens": num_tokens, "deadline_ns": deadline_ns}
+        choice.job = replace(choice.job, **facts)
         self.decoder.submit(choice)
         return choice
 

@@ -29,6 +29,18 @@ def test_health_tells_of_the_process_and_ready_of_what_can_take_work() -> None:
     run(test)
 
 
+def test_reasons_are_told_to_who_may_use_the_server() -> None:
+    async def test() -> None:
+        stand = Stand(keys=("sk-1",))
+        stand.decoder.state, stand.decoder.reason = "waiting", "no file /srv/secret"
+        ready = await stand.done(stand.get("/ready"))
+        assert (ready.status, ready.json["decoders"]) == (503, {"d0": "waiting"})
+        known = await stand.done(stand.get("/ready", headers={"Authorization": "Bearer sk-1"}))
+        assert known.json["decoders"] == {"d0": "waiting: no file /srv/secret"}
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     ("lanes", "why"), [(1, "no source is in service"), (0, "no lane is in service")]
 )

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from headrace.errors import Refused
 from headrace.messages import Sampling
-from headrace.server.asking import DEADLINE_HEADER, LONG_TEXT, MESSAGE_COST, ROUTE_HEADER, asked_of
+from headrace.server.asking import DEADLINE_HEADER, MESSAGE_COST, ROUTE_HEADER, asked_of
 from headrace.server.bodies import chat_of, completion_of
 from headrace.server.config import PageConfig, QueueConfig, RequestConfig
 from headrace.server.dispatch import Asked
+from headrace.server.encoding import LONG_TEXT, Encoding
+from headrace.server.models import ServedModel
 from headrace.server.terminals import Ending, Terminal
 from tests.server_stand import CHAT, COMPLETION, CONTEXT, STOP_TOKEN, serve_config, served_model
 
@@ -24,7 +29,9 @@ def asked(
     told = {name: value for name, value in {**base, **body}.items() if value is not ...}
     parsed = read(json.dumps(told).encode())
     model = served_model(context=body.pop("context", CONTEXT))
-    return asyncio.run(asked_of(7, "me", parsed, model, headers or {}, config or serve_config()))
+    return asyncio.run(
+        asked_of(7, "me", parsed, model, headers or {}, config or serve_config(), Encoding())
+    )
 
 
 def refused(kind: str = "completions", **more: Any) -> Ending:
@@ -122,24 +129,46 @@ def test_a_template_that_refuses_is_a_mistake_in_the_messages() -> None:
     assert refused("chat", messages=[{"role": "user", "content": "refuse"}]).field == "messages"
 
 
-@pytest.mark.parametrize("kind", ["completions", "chat"])
-def test_long_texts_are_encoded_in_a_thread(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_threads = []
-    to_thread = asyncio.to_thread
+def test_a_deadline_in_a_header_is_a_plain_number() -> None:
+    assert asked(headers={DEADLINE_HEADER: "1.5"}).deadline_s == 1.5
+    for given in ("1_0", "0", "-1", "nan", "1e3", " 1", "9" * 400):
+        assert refused(headers={DEADLINE_HEADER: given}).field == DEADLINE_HEADER
+        assert refused(headers={DEADLINE_HEADER: given}, deadline_s=2.0).field == DEADLINE_HEADER
 
-    async def seen(function: Any, *arguments: Any) -> Any:
-        in_threads.append(function.__name__)
-        return await to_thread(function, *arguments)
 
-    monkeypatch.setattr(asyncio, "to_thread", seen)
-    most = LONG_TEXT if kind == "completions" else LONG_TEXT - MESSAGE_COST
-    for length in (most - 1, most):
-        text = "a" * length
-        more: Any = {"prompt": text}
-        if kind == "chat":
-            more = {"messages": [{"role": "user", "content": text}]}
-        assert refused(kind, **more).field in ("prompt", "messages")  # it does not fit
-    assert len(in_threads) == 1
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "a" * LONG_TEXT},
+        {"prompt": ["a" * (LONG_TEXT // 2)] * 2},  # short ones that are long together
+        {"messages": [{"role": "user", "content": "a" * (LONG_TEXT - MESSAGE_COST)}]},
+        {"messages": [{"role": "user", "content": ""}] * (LONG_TEXT // MESSAGE_COST)},
+    ],
+)
+def test_long_texts_are_encoded_in_their_own_thread(
+    body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    encode = ServedModel.encode
+
+    def seen(self: ServedModel, text: str, *, add_special: bool = True) -> Any:
+        threads.append(threading.current_thread())
+        return encode(self, text, add_special=add_special)
+
+    monkeypatch.setattr(ServedModel, "encode", seen)
+    kind = "chat" if "messages" in body else "completions"
+    refused(kind, **body)  # it does not fit
+    assert threads
+    assert threading.main_thread() not in threads
+    threads.clear()
+    asked()
+    assert threads == [threading.main_thread()]
+
+
+def test_a_text_that_cannot_fit_is_not_encoded() -> None:
+    model = replace(served_model(), most_characters=10)
+    with pytest.raises(Refused, match="none of more than 10 fits"):
+        model.encode("a" * 11)
 
 
 def test_stops_of_the_model_and_traces_are_asked_for() -> None:

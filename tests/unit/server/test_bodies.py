@@ -535,3 +535,28 @@ def test_any_bytes_are_a_body_or_the_client_s_mistake(read: Reader, raw: bytes) 
         return
     assert told.terminal is Terminal.INVALID
     assert len(told.text) <= 400
+
+
+@pytest.mark.parametrize(
+    ("route", "cuts", "field"),
+    [
+        ("whole", {"group_layers": 2}, "group_layers"),
+        ("chunked", {"group_layers": 2}, "group_layers"),
+        ("whole", {"chunk": 16}, "chunk"),
+        (None, {"chunk": 16}, "chunk"),
+        ("whole", {"chunk": 0}, None),
+        ("chunked", {"chunk": 16}, None),
+        ("streamed", {"chunk": 16, "group_layers": 2}, None),
+    ],
+)
+def test_cuts_that_a_route_does_not_make_are_refused(
+    route: str | None, cuts: dict[str, int], field: str | None
+) -> None:
+    told = {"model": "m", "prompt": "p", **cuts, **({"route": route} if route else {})}
+    body = completion_of(json.dumps(told).encode())
+    if field is None:
+        assert options_of(body, RequestConfig(), max_tokens=1, seed=1).route == route
+        return
+    with pytest.raises(Ending) as caught:
+        options_of(body, RequestConfig(), max_tokens=1, seed=1)
+    assert caught.value.field == field

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 import pytest
 from msgspec.structs import replace
 
 from headrace.errors import (
-    HeadraceError,
     LocalProtocolError,
     PeerDied,
     Refused,
@@ -24,7 +24,7 @@ from headrace.messages import (
     Token,
     Withdraw,
 )
-from headrace.server import events
+from headrace.server import decoders, events
 from headrace.server.terminals import Terminal
 from tests.server_stand import ended
 from tests.unit.server.decoder_stand import Fix, report, room, run, scripted_links, source, up
@@ -97,10 +97,11 @@ def test_what_was_not_told_yet_dies_with_the_owner() -> None:
         (Refused("memfd_create failed: Too many open files"), Terminal.NOT_READY, None),
         (RemoteProtocolError("it cannot be read"), Terminal.BUG, None),
         (LocalProtocolError("a message is too long"), Terminal.BUG, None),
+        (MemoryError("no room for the prompt"), Terminal.BUG, None),
     ],
 )
 def test_a_choice_that_cannot_be_told_fails_alone(
-    error: HeadraceError, terminal: Terminal, field: str | None
+    error: Exception, terminal: Terminal, field: str | None
 ) -> None:
     async def test() -> None:
         fix = Fix()
@@ -129,6 +130,71 @@ def test_a_death_that_is_noticed_by_a_send_waits_for_what_was_said_before() -> N
         await fix.say(Token(0, 65), replace(ended(), label=0), PeerDied("gone"))
         assert choice.failure is None
         assert other.failure is not None
+        await fix.end()
+
+    run(test)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_owner_that_is_stuck_holds_up_no_deadline(
+    begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner keeps deadlines; what it does not tell of ends here, and stays the owner's."""
+    monkeypatch.setattr(decoders, "OVERDUE_S", 0.0)
+
+    async def test() -> None:
+        fix = Fix()
+        link = await fix.up()
+        choice = fix.submit(deadline_ns=time.monotonic_ns() + 1_000_000)
+        if begun:
+            await fix.say(Token(0, 65))
+        await asyncio.sleep(0.02)
+        if begun:  # a deadline is of what comes before the first token
+            assert not choice.over
+            await fix.end()
+            return
+        assert choice.failure is not None
+        assert choice.failure.terminal is Terminal.DEADLINE
+        assert link.told[-1] == Withdraw(0)
+        assert (fix.over, fix.decoder.load) == ([], 0.5)
+        await fix.say(replace(ended("cancelled", cause="cancelled"), label=0))
+        assert choice.failure.terminal is Terminal.DEADLINE
+        assert (fix.over, fix.decoder.load) == ([choice], 0.0)
+        await fix.end()
+
+    run(test)
+
+
+def test_an_end_leaves_no_timer_of_a_deadline() -> None:
+    async def test() -> None:
+        fix = Fix()
+        await fix.up()
+        choices = [fix.submit(deadline_ns=time.monotonic_ns() + 10**15) for _ in range(2)]
+        assert all(each.deadline is not None for each in choices)
+        await fix.say(replace(ended(), label=0), PeerDied("gone"))
+        assert [each.deadline for each in choices] == [None, None]
+        await fix.end()
+
+    run(test)
+
+
+def test_an_owner_without_a_lane_is_ended_and_started_again() -> None:
+    """Its death proves quiet what was quarantined; not before what runs is over."""
+
+    async def test() -> None:
+        fix = Fix()
+        link = await fix.up()
+        choice = fix.submit()
+        await fix.say(report(quarantined=2))
+        assert (fix.decoder.state, fix.decoder.ready) == ("ready", False)
+        await fix.say(replace(ended(), label=0), report(quarantined=2))
+        assert choice.failure is None
+        assert fix.decoder.state == "waiting"
+        assert "quarantined" in fix.decoder.reason
+        await fix.until(lambda: bool(link.closed))
+        await fix.again()
+        await fix.say(up())
+        assert fix.decoder.ready
         await fix.end()
 
     run(test)

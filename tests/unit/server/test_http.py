@@ -95,6 +95,83 @@ def test_a_flood_of_headers_is_a_431() -> None:
     run(test)
 
 
+def rejected(stand: Stand) -> list[Terminal]:
+    return [each.terminal for each in stand.of(Rejected)]
+
+
+GOOD_HOSTS = ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "127.8.0.1", "localhost.")
+BAD_HOSTS = (
+    "evil.example",
+    "evil.example:8000",
+    "127.0.0.1.evil.example",
+    "192.0.2.1",
+    "[::1",
+    "x@y",
+)
+
+
+def test_a_server_without_keys_is_asked_by_names_of_this_host_only() -> None:
+    async def test() -> None:
+        for path in ("/v1/models", "/health", "/metrics", "/status"):
+            stand = Stand()
+            for host in GOOD_HOSTS:
+                client = await stand.done(stand.get(path, headers={"Host": host}))
+                assert client.status in (200, 404), host  # the stand has no page and no metrics
+            for host in BAD_HOSTS:
+                client = await stand.done(stand.get(path, headers={"Host": host}))
+                assert (client.status, client.error["code"]) == (403, "forbidden"), host
+            assert rejected(stand).count(Terminal.FORBIDDEN) == len(BAD_HOSTS)
+        named = Stand(http=HttpConfig(host="lab.example"))
+        for host in ("lab.example", "lab.example:8000", "localhost"):
+            assert (await named.done(named.get("/health", headers={"Host": host}))).status == 200
+        for stand in (Stand(keys=KEYS), Stand(http=HttpConfig(allow_open=True))):
+            client = await stand.done(stand.get("/health", headers={"Host": "evil.example"}))
+            assert client.status == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize("allow_open", [False, True])
+def test_a_page_of_elsewhere_cannot_have_a_server_without_keys_compute(allow_open: bool) -> None:
+    async def test() -> None:
+        stand = Stand(http=HttpConfig(allow_open=allow_open))
+        for origin in ("https://evil.example", "null", "http://localhost:3000", "http://[::1"):
+            headers = {"Host": "localhost:8000", "Origin": origin}
+            client = await stand.done(stand.ask(headers=headers))
+            assert (client.status, client.error["code"]) == (403, "forbidden"), origin
+        own = {"Host": "localhost:8000", "Origin": "http://localhost:8000"}
+        assert (await stand.done(stand.get("/v1/models", headers=own))).status == 200
+        client = stand.ask(headers=own)
+        await stand.until(lambda: len(stand.decoder.running) == 1)
+        stand.decoder.end(stand.decoder.running[0])
+        assert (await stand.done(client)).status == 200
+        assert rejected(stand) == [Terminal.FORBIDDEN] * 4
+        await stand.nothing_left()
+
+    run(test)
+
+
+def test_connections_above_the_limit_are_told_and_counted_and_the_limit_itself_serves() -> None:
+    async def test() -> None:
+        for most in (1, 7):
+            stand = Stand(http=HttpConfig(max_connections=most))
+            stand.connections = most
+            assert (await stand.done(stand.get("/v1/models"))).status == 200
+            stand.connections = most + 1
+            for client in (stand.get("/v1/models"), stand.ask(), stand.get("/nowhere")):
+                await stand.done(client)
+                assert (client.status, client.error["code"]) == (503, "too-many-connections")
+                assert client.headers["retry-after"] == "1"
+                assert client.headers["connection"] == "close"
+                assert client.headers["content-type"] == "application/json"
+            for path in ("/health", "/ready"):  # who watches it sees it then too
+                assert (await stand.done(stand.get(path))).status == 200
+            assert rejected(stand) == [Terminal.TOO_MANY_CONNECTIONS] * 3
+            await stand.nothing_left()
+
+    run(test)
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
 def test_a_body_that_is_too_large_is_a_413_by_its_length_and_by_its_chunks(path: str) -> None:
     async def test() -> None:
@@ -156,7 +233,7 @@ def test_unknown_paths_and_methods_have_errors_of_the_same_shape() -> None:
 
 
 def front(app: Any, told: events.Events | None = None) -> Front:
-    return Front(app, told or events.Events(), keys=(), max_header_bytes=4096)
+    return Front(app, told or events.Events(), HttpConfig(), keys=(), num_connections=lambda: 1)
 
 
 def test_a_bug_is_a_500_that_tells_nothing_of_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 from html.parser import HTMLParser
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+from headrace.server import page_requests, page_routes
 from headrace.server.config import PageConfig
 from headrace.server.page_routes import CONTENT_SECURITY_POLICY, HEADERS, PUBLIC, routes
 from headrace.server.page_state import PageState
@@ -94,6 +97,72 @@ def test_what_is_no_trace_is_told_as_that(client: TestClient, asked: str) -> Non
 @pytest.mark.parametrize("path", [*PUBLIC, "/status", "/trace/3"])
 def test_nothing_is_taken(client: TestClient, path: str) -> None:
     assert client.post(path, content=b"{}").status_code == 405
+
+
+async def _get(app: Starlette, path: str) -> int:
+    """The status of an answer, asked for within the running loop."""
+    told = []
+
+    async def receive() -> Any:
+        return {"type": "http.request"}
+
+    async def send(message: Any) -> None:
+        told.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b""}
+    await app(scope, receive, send)
+    return int(told[0]["status"])
+
+
+@pytest.mark.parametrize(("path", "does"), [("/trace/3", "encode"), ("/status", "draw")])
+def test_what_takes_long_holds_up_nobody_and_is_done_one_at_a_time(
+    path: str, does: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recent = Recent(PageConfig())
+    for event in scenes.busy():
+        recent(event)
+    module = page_routes if does == "encode" else page_requests
+    real = getattr(module, does)
+    go_on, begun, under_way = threading.Event(), threading.Event(), list[int]()
+
+    def slow(*args: Any) -> Any:
+        under_way.append(1)
+        assert len(under_way) == 1
+        begun.set()
+        assert go_on.wait(20)
+        under_way.pop()
+        return real(*args)
+
+    monkeypatch.setattr(module, does, slow)
+
+    async def ask() -> list[int]:
+        app = Starlette(routes=routes(recent, lambda: scenes.START))
+        asked = [asyncio.ensure_future(_get(app, path)) for _ in range(3)]
+        await asyncio.to_thread(begun.wait, 20)
+        assert await _get(app, "/page.css") == 200  # answered while the others are worked on
+        assert not any(each.done() for each in asked)
+        go_on.set()
+        return await asyncio.gather(*asked)
+
+    assert asyncio.run(ask()) == [200, 200, 200]
+
+
+def test_a_drawing_of_what_is_kept_no_more_is_let_go() -> None:
+    one = Recent(PageConfig())
+    for event in scenes.traced(4):
+        one(event)
+    recent = Recent(PageConfig(), max_traced_nbytes=one.traced_nbytes)
+    for event in scenes.traced(4):
+        recent(event)
+    (due,) = recent.undrawn()
+    drawing = due.draw()
+    for event in scenes.traced(8):
+        recent(event)
+    due.keep(drawing)
+    assert not due.choice.is_drawn
+    (due,) = recent.undrawn()
+    due.keep(due.draw())
+    assert recent.undrawn() == []
 
 
 class _Markup(HTMLParser):

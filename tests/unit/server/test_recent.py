@@ -14,9 +14,11 @@ from msgspec.structs import replace
 
 from headrace.cli import run_command
 from headrace.messages import LaneHeld, Quarantined, Reuse, RouteChoice
+from headrace.server import recent as module
 from headrace.server.config import PageConfig
 from headrace.server.events import (
     Answered,
+    Arrived,
     ChoiceEnded,
     Decoded,
     DecoderChanged,
@@ -39,6 +41,7 @@ from headrace.server.recent import (
     Recent,
 )
 from headrace.server.terminals import Terminal
+from headrace.telemetry.chrome import encode
 from headrace.telemetry.recording import read
 from tests.unit.server import page_lanes
 from tests.unit.server import page_scenes as scenes
@@ -451,19 +454,19 @@ def test_a_drawing_has_few_bars_whatever_there_is() -> None:
 
 def test_a_trace_is_what_headrace_trace_reads(tmp_path: Path, capsys: Any) -> None:
     recent = listening(scenes.busy(), stamp={"pair": "torch to cpu"})
-    content = recent.trace_of(3)
-    assert content is not None
+    kept = recent.recording_of(3)
+    assert kept is not None
     file = tmp_path / "trace.json"
-    file.write_bytes(content)
+    file.write_bytes(encode(kept))
     recording = read(file)
     (run,) = recording.runs
     assert (run.name, run.route, run.num_tokens) == ("request 3", "whole", 96)
     assert recording.stamp == {"pair": "torch to cpu"}
     assert run_command(["trace", str(file)]) == 0
     assert "96 prompt tokens, finished" in capsys.readouterr().out
-    assert recent.trace_of(4) != content
-    assert recent.trace_of(99) is None
-    assert recent.trace_of(16) is None  # open, and nothing was traced
+    assert recent.recording_of(4) != kept
+    assert recent.recording_of(99) is None
+    assert recent.recording_of(16) is None  # open, and nothing was traced
 
 
 def test_each_choice_has_a_run() -> None:
@@ -472,10 +475,9 @@ def test_each_choice_has_a_run() -> None:
         scenes.arrived(1, choices=2),
         *(ChoiceEnded(START, 1, n, "cpu", 1, scenes.ended(n), source, owner) for n in (1, 0)),
     ]
-    content = listening(events).trace_of(1)
-    assert content is not None
-    runs = msgspec.json.decode(content)["headrace"]["runs"]
-    assert [run["name"] for run in runs] == ["request 1, choice 0", "request 1, choice 1"]
+    kept = listening(events).recording_of(1)
+    assert kept is not None
+    assert [run.name for run in kept.runs] == ["request 1, choice 0", "request 1, choice 1"]
 
 
 # Bounds.
@@ -540,8 +542,24 @@ def test_intervals_are_bounded_in_bytes_and_the_oldest_go_first() -> None:
     assert [each.trace for each in state.ended] == [True] * 3 + [False] * 5
     assert [each.choices[0].traced for each in state.ended] == [True] * 3 + [False] * 5
     assert (len(state.drawings), recent.traced_nbytes) == (3, 3 * one)
-    assert recent.trace_of(4) is None
-    assert recent.trace_of(32) is not None
+    assert recent.recording_of(4) is None
+    assert recent.recording_of(32) is not None
+
+
+def test_no_trace_is_larger_than_one_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a request with many choices those are kept that fit; the others are shown without."""
+    one = listening(scenes.traced(1)).traced_nbytes
+    monkeypatch.setattr(module, "MAX_TRACE_NBYTES", 2 * one + one // 2)
+    arrived, *_ = scenes.traced(1)
+    assert isinstance(arrived, Arrived)
+    over = next(each for each in scenes.traced(1) if isinstance(each, ChoiceEnded))
+    recent = listening([replace(arrived, choices=4)])
+    for number in (0, 1, 2, 2, 3, 0):
+        recent(replace(over, choice=number))
+        assert recent.traced_nbytes <= 2 * one
+    kept = recent.recording_of(1)
+    assert kept is not None
+    assert [run.name for run in kept.runs] == ["request 1, choice 0", "request 1, choice 1"]
 
 
 def test_a_request_larger_than_all_may_be_is_shown_without_its_intervals() -> None:
@@ -568,7 +586,7 @@ def test_none_are_kept_where_none_are_asked_for() -> None:
     state = recent.snapshot(START + 10 * SECOND)
     assert (state.ended, state.drawings, recent.traced_nbytes) == ((), (), 0)
     assert state.rates.requests_per_s > 0
-    assert recent.trace_of(1) is None
+    assert recent.recording_of(1) is None
 
 
 def test_choices_are_bounded_too() -> None:

@@ -8,9 +8,8 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from headrace.messages import Interval
+from headrace.server import responding
 from headrace.server.terminals import Terminal
-from headrace.telemetry.recording import LOCAL_GRANT
 from tests.server_stand import STOP_TOKEN, Client, Stand, ended, reused, run
 
 KINDS = ("completions", "chat")
@@ -238,10 +237,8 @@ def test_usage_of_a_prompt_that_the_owner_computed_tells_nothing_as_transferred(
     async def test() -> None:
         stand = Stand()
         client, (choice,) = await stand.asked()
-        for name in ("slot 1", LOCAL_GRANT):
-            choice.owner_intervals.append(Interval("granted", name, 1, 1, 0, "host"))
         stand.decoder.say(choice, "a")
-        stand.decoder.end(choice)
+        stand.decoder.end(choice, ended(local=True))
         await stand.done(client)
         details = client.json["usage"]["prompt_tokens_details"]
         assert details == {"cached_tokens": 0, "transferred_tokens": 0}
@@ -353,5 +350,41 @@ def test_no_logprobs_are_told_unasked(kind: str) -> None:
         stand.decoder.end(choice)
         await stand.done(client)
         assert client.json["choices"][0]["logprobs"] is None
+
+    run(test)
+
+
+@by_kind
+def test_what_came_before_a_failure_of_another_choice_is_told(kind: str) -> None:
+    async def test() -> None:
+        stand = Stand(lanes=2)
+        client, (first, second) = await stand.asked(kind, stream=True, n=2)
+        stand.decoder.say(first, "a")
+        await stand.quiet()
+        stand.decoder.say(first, "b")
+        stand.decoder.end(second, ended("failed", cause="device"))
+        await stand.done(client)
+        assert b"device" in client.body
+        told = client.body[: client.body.index(b'"error"')]
+        assert b'"b"' in told
+
+    run(test)
+
+
+@by_shape
+def test_an_owner_that_is_stuck_holds_up_no_finished_answer(
+    kind: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a stop string only the usage waits for the owner's end, and not for ever."""
+    monkeypatch.setattr(responding, "END_WITHIN_S", 0.01)
+
+    async def test() -> None:
+        stand = Stand()
+        more: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+        client, (choice,) = await stand.asked(kind, stream=stream, stop="!", **more)
+        stand.decoder.say(choice, "a!")
+        await stand.done(client)
+        assert texts(client, kind) == ["a"]
+        assert reasons(client) == {0: "stop"}
 
     run(test)

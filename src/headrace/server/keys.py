@@ -1,0 +1,81 @@
+"""The API keys of a server, which are read once: what was checked is what is asked for."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from headrace.errors import Refused
+from headrace.server.config import HttpConfig
+
+KEY_VARIABLE: Final = "HEADRACE_API_KEY"
+MAX_KEYS_NBYTES: Final = 1 << 16
+
+_PLACE = "http.api_key_file"
+_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK  # a pipe is not waited for
+
+
+def read_keys(http: HttpConfig) -> tuple[str, ...]:
+    """The keys of the file and of the environment; none only if neither was configured.
+
+    Raises:
+        Refused: what was configured holds no key, or others may use the file.
+    """
+    found = [] if http.api_key_file is None else keys_of(Path(http.api_key_file))
+    key = os.environ.get(KEY_VARIABLE)
+    if key is not None:
+        if not key.strip():
+            raise Refused(f"{KEY_VARIABLE} is set and empty; give it a key, or unset it")
+        found.append(key.strip())
+    return tuple(dict.fromkeys(found))
+
+
+def take_keys(http: HttpConfig) -> tuple[str, ...]:
+    """As `read_keys`, and the key leaves the environment, which what is started here inherits."""
+    keys = read_keys(http)
+    os.environ.pop(KEY_VARIABLE, None)
+    return keys
+
+
+def keys_of(path: Path, name: str = _PLACE) -> list[str]:
+    """The keys of a file, one a line. name: what a refusal calls it, which never repeats the path.
+
+    Its group may read it, as secrets that a container is given can be; others may not.
+
+    Raises:
+        Refused: it is missing or no regular file, others may use it, or there is no key in it.
+    """
+    try:
+        descriptor = os.open(path, _OPEN)
+        with open(descriptor, "rb", buffering=0) as file:
+            status = os.fstat(descriptor)
+            regular = stat.S_ISREG(status.st_mode)
+            text = (file.read(MAX_KEYS_NBYTES + 1) or b"") if regular else b""
+    except (OSError, ValueError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else "it is no path"
+        raise Refused(
+            f"{name} names a file that cannot be read ({why}); put one key a line into a file and "
+            "name that",
+            field="api_key_file",
+        ) from exc
+    if not regular:
+        raise Refused(
+            f"{name} names no regular file; put one key a line into a file and name that",
+            field="api_key_file",
+        )
+    if status.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise Refused(
+            f"{name} names a file that other users may read or write (mode "
+            f"{stat.S_IMODE(status.st_mode):04o}); run: chmod 600 on it",
+            field="api_key_file",
+        )
+    lines = text.splitlines() if len(text) <= MAX_KEYS_NBYTES and text.isascii() else []
+    keys = [line.strip().decode() for line in lines if line.strip()]
+    if not keys:
+        raise Refused(
+            f"{name} names a file that holds no keys; put one key a line into it, in ASCII",
+            field="api_key_file",
+        )
+    return keys
