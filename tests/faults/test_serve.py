@@ -270,7 +270,7 @@ def test_clients_that_leave_free_all(tmp_path: Path, steps: Steps) -> None:
             body = json.dumps({"model": "letters", "prompt": "hi", "stream": at != 1}).encode()
             sock = socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])))
             head = (
-                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+                f"POST /v1/completions HTTP/1.1\r\nHost: ::1\r\nContent-Length: {len(body)}\r\n\r\n"
             )
             sock.sendall(head.encode() + body)
             if not at:

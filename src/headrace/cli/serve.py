@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from dataclasses import dataclass, fields
@@ -23,6 +24,7 @@ from headrace.runtime.pairs import flag_of
 from headrace.server.config import DecoderTable, ServeConfig
 from headrace.server.config_file import config_of, read_config
 from headrace.server.config_keys import key_at
+from headrace.server.stopping import ToldToStop, stoppable
 
 NEEDED: Final = ("starlette", "uvicorn", "prometheus_client", "jinja2", "tokenizers")
 INSTALL: Final = "run: pip install 'headrace[server,cpu]'"
@@ -156,19 +158,31 @@ def serve(options: Annotated[ServeOptions, Parameter(name="*")] = _DEFAULTS) -> 
     `headrace serve --config headrace.toml` for more.
     """
     given = options.given()
+    try:
+        with stoppable():
+            return _serve(given)
+    except ToldToStop:
+        _tell("told to stop before it served")
+        return 0
+
+
+def _serve(given: dict[str, Any]) -> int:
     config = _of_file(given) if "config" in given else _of_flags(given)
     _check_installed()
     from headrace.server import serving
 
-    if "config" in given:
-        return serving.serve(config, _tell)
     try:
         return serving.serve(config, _tell)
     except Refused as exc:
-        raise Refused(in_flags(str(exc)), field=exc.field) from exc
+        raise Refused(_placed(str(exc), given), field=exc.field) from exc
     except BackendUnavailable as exc:
-        hint = in_flags(exc.hint)
+        hint = exc.hint if "config" in given else in_flags(exc.hint)
         raise BackendUnavailable(exc.vendor, exc.stage, exc.probe, exc.detail, hint) from exc
+
+
+def _placed(text: str, given: dict[str, Any]) -> str:
+    """A refusal of a config, with what its user wrote it in: the file, or the flags."""
+    return f"{given['config']}: {text}" if "config" in given else in_flags(text)
 
 
 def in_flags(text: str) -> str:
@@ -184,8 +198,9 @@ def _in_flags(found: re.Match[str]) -> str:
     return flag_of(name) if name in _FLAGS and key_at(place) is not None else place
 
 
-def _tell(line: str) -> None:
-    print(f"headrace: {line}", file=sys.stderr, flush=True)
+def _tell(line: str, *, level: int = logging.INFO) -> None:
+    word = "warning: " if level == logging.WARNING else ""
+    print(f"headrace: {word}{line}", file=sys.stderr, flush=True)
 
 
 def _check_installed() -> None:

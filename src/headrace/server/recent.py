@@ -50,7 +50,7 @@ MAX_DECODERS: Final = 256
 MAX_SHOWN_OPEN: Final = 200
 MAX_DRAWN: Final = 8
 MAX_TRACED_NBYTES: Final = 32 << 20
-MAX_TRACE_NBYTES: Final = 8 << 20
+MAX_TRACE_NBYTES: Final = 16 << 20
 """Of the intervals of one request, estimated; a choice that exceeds it is not kept for a trace."""
 
 _RATE_S: Final = 10

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-
-import uvicorn
+from typing import Final, Protocol
 
 from headrace.errors import Refused
 from headrace.runtime.log import configure
@@ -20,7 +16,7 @@ from headrace.runtime.owner_link import OwnerFailed
 from headrace.server import events
 from headrace.server.answering import Answering
 from headrace.server.app import build
-from headrace.server.config import HttpConfig, ServeConfig
+from headrace.server.config import ServeConfig
 from headrace.server.decoders import CLOSE_GRACE_S, ServedDecoder
 from headrace.server.dispatch import Dispatcher
 from headrace.server.http import App
@@ -31,13 +27,19 @@ from headrace.server.page_routes import routes as page_routes
 from headrace.server.prepared import Prepared, prepare
 from headrace.server.queue import FairQueue
 from headrace.server.recent import Recent
+from headrace.server.wire import Server, bind, listen, uvicorn_config
 from headrace.version import VERSION
 
 _log = logging.getLogger("headrace.server")
 
-LAST_WORDS_S = 5.0  # for the responses of what was cut off at the end of a drain
+SAID: Final = "headrace.serve"
+"""The logger of what is said at any log level, where what is said is JSON."""
 
-Told = Callable[[str], None]
+
+class Told(Protocol):
+    """Says a line to who started the server."""
+
+    def __call__(self, line: str, *, level: int = logging.INFO) -> None: ...
 
 
 def serve(config: ServeConfig, told: Told) -> int:
@@ -48,57 +50,22 @@ def serve(config: ServeConfig, told: Told) -> int:
     Raises:
         Refused: the config cannot be served here, in one sentence.
     """
-    configure(config.telemetry.log_level, as_json=config.telemetry.log_json)
+    as_json = config.telemetry.log_json
+    configure(config.telemetry.log_level, as_json=as_json)
+    logging.getLogger(SAID).setLevel(logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # what it says of itself is said here
-    listening = listen(config.http)
-    with listening:
+    told = _log_said if as_json else told
+    with bind(config.http) as listening:
+        told("checking the config and its models")
         prepared = prepare(config)
+        listen(listening, config.http)
         host, port = listening.getsockname()[:2]
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         return asyncio.run(_Serving(config, prepared, told).run(listening, where))
 
 
-def listen(http: HttpConfig) -> socket.socket:
-    """A socket bound to where the server is to listen.
-
-    Raises:
-        Refused: the port is in use, or the address is none of this host's.
-    """
-    try:
-        found = socket.getaddrinfo(
-            http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except OSError as exc:
-        raise Refused(f"http.host {http.host!r} is no address: {exc}", field="http.host") from exc
-    family, kind, proto, _, address = found[0]
-    sock = socket.socket(family, kind, proto)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(min(http.max_connections, 2048))
-    except OSError as exc:
-        sock.close()
-        raise Refused(_bind_text(http, exc), field="http.port") from exc
-    return sock
-
-
-def _bind_text(http: HttpConfig, exc: OSError) -> str:
-    where = f"{http.host}:{http.port}"
-    if exc.errno == errno.EADDRINUSE:
-        return f"{where} is in use by another process; stop it or give another port"
-    if exc.errno == errno.EACCES:
-        return f"{where} may not be used by this user; give a port from 1024 up"
-    return (
-        f"{where} cannot be listened at: {os.strerror(exc.errno or 0)}; give another host or port"
-    )
-
-
-class _Uvicorn(uvicorn.Server):
-    """Without signal handlers of its own: who drains is decided here."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+def _log_said(line: str, *, level: int = logging.INFO) -> None:
+    logging.getLogger(SAID).log(level, "%s", line)
 
 
 class _Serving:
@@ -107,7 +74,7 @@ class _Serving:
     def __init__(self, config: ServeConfig, prepared: Prepared, told: Told) -> None:
         self._config = config
         self._print = told
-        self._begun_s = time.monotonic()
+        self._starting_ns: dict[str, int] = {}  # since when each decoder's owner is
         self._told = events.Events()
         self._metrics = Metrics(prepared.models, prepared.source_names)
         self._recent = Recent(
@@ -138,17 +105,17 @@ class _Serving:
         self._was_ready = self._signalled = False
         self._set_aside: list[tuple[ServedDecoder, str]] = []
         self._where = ""
+        self._http = Server(uvicorn_config(self._app(), self._told, config.http))
 
     async def run(self, listening: socket.socket, where: str) -> int:
         """Serve; returns the exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._asked_to_stop)
-        http = _Uvicorn(self._uvicorn_config(self._app()))
         self._where = where
-        serving = asyncio.ensure_future(http.serve(sockets=[listening]))
+        serving = asyncio.ensure_future(self._http.serve(sockets=[listening]))
         for warning in self._warnings:
-            self._print(f"warning: {warning}")
+            self._print(warning, level=logging.WARNING)
         self._print(f"listening at {where}, {len(self._decoders)} decoder(s) to start")
         try:
             starting = [asyncio.ensure_future(each.start()) for each in self._decoders]
@@ -160,7 +127,7 @@ class _Serving:
         finally:
             for task in starting:
                 task.cancel()
-            await self._close(http, serving)
+            await self._close(serving)
         return self._status()
 
     def _app(self) -> App:
@@ -175,23 +142,8 @@ class _Serving:
             self._config.http,
             keys=self._keys,
             draining=lambda: self._dispatcher.draining,
+            num_connections=lambda: len(self._http.server_state.connections),
             more=more,
-        )
-
-    def _uvicorn_config(self, app: App) -> uvicorn.Config:
-        http = self._config.http
-        return uvicorn.Config(
-            app,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            h11_max_incomplete_event_size=http.max_header_bytes + 4096,
-            limit_concurrency=http.max_connections,
-            timeout_keep_alive=max(1, int(http.keep_alive_s)),
-            timeout_graceful_shutdown=int(LAST_WORDS_S),
         )
 
     # What happens meanwhile.
@@ -234,13 +186,18 @@ class _Serving:
             up = decoder.up
             line += (
                 f", {up.lanes} lanes of {up.context} positions, {up.num_sources} source(s) with "
-                f"{up.num_slots} slots, after {time.monotonic() - self._begun_s:.1f} s"
+                f"{up.num_slots} slots, after {self._took_s(event):.1f} s"
             )
         elif event.state == "starting":
+            self._starting_ns[event.decoder] = event.at_ns
             line += f" {decoder.settings.pair}, model {', '.join(decoder.settings.models)}"
         elif event.reason:
             line += f": {event.reason}"
         return line
+
+    def _took_s(self, event: events.DecoderChanged) -> float:
+        """How long this start of its owner took."""
+        return (event.at_ns - self._starting_ns.get(event.decoder, event.at_ns)) / 1e9
 
     def _say_when_ready(self) -> None:
         if not self._was_ready and any(each.ready for each in self._decoders):
@@ -263,11 +220,11 @@ class _Serving:
         for task in (hurry, idle):
             task.cancel()
 
-    async def _close(self, http: uvicorn.Server, serving: asyncio.Future[None]) -> None:
+    async def _close(self, serving: asyncio.Future[None]) -> None:
         self._dispatcher.close()
         self._answering.close()
         await asyncio.gather(*(each.stop(CLOSE_GRACE_S) for each in self._decoders))
-        http.should_exit = True
+        self._http.should_exit = True
         with contextlib.suppress(asyncio.CancelledError):
             await serving
         if self._spans is not None:

@@ -98,7 +98,12 @@ def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
     """A server encodes in a thread: it would stand still if the tokenizer kept it all to itself."""
     text, done, turns = made(tmp_path, falls_back=True), threading.Event(), 0
     words = "plain " * 300_000
-    encoding = threading.Thread(target=lambda: (text.encode(words), done.set()))
+
+    def encode() -> None:
+        text.encode(words)
+        done.set()
+
+    encoding = threading.Thread(target=encode)
     encoding.start()
     while not done.wait(0.001):
         turns += 1
