@@ -171,6 +171,8 @@ def _memfd(label: str) -> int:
     except AttributeError as error:
         raise Refused(f"this Python was built without os.memfd_create. {advice}") from error
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            advice = "This process has all the files open that it may; raise `ulimit -n`"
         raise Refused(f"memfd_create failed: {error.strerror}. {advice}") from error
 
 

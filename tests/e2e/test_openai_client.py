@@ -222,7 +222,7 @@ def until_one_waits(served: Served) -> None:
 def waiting_request(served: Served) -> socket.socket:
     """A request whose client does not read, once it waits in the queue."""
     body = json.dumps({"model": MODEL, "prompt": "hi"})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: ::1\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: {len(body)}\r\n\r\n"
     sock = socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])))
     sock.sendall((head + body).encode())
     until_one_waits(served)

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import pytest
 import uvicorn
+from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -66,9 +67,10 @@ class Served:
         self._thread.start()
         return f"http://127.0.0.1:{socket.getsockname()[1]}/"
 
-    def tell(self, events: Iterable[Event], now_ns: int) -> None:
+    def tell(self, events: Iterable[Event], now_ns: int, config: PageConfig | None = None) -> None:
         """Begin anew with these events."""
-        self.recent = Recent(PageConfig(), notes=NOTES, stamp={"pair": "a test"})
+        config = PageConfig() if config is None else config
+        self.recent = Recent(config, notes=NOTES, stamp={"pair": "a test"})
         for event in events:
             self.recent(event)
         self.now_ns, self.faulty, self.key = now_ns, False, False
@@ -150,10 +152,8 @@ def shown(server: tuple[Served, str], browser: Browser) -> Iterator[Callable[...
     served, url = server
     tabs: list[Tab] = []
 
-    def show(
-        scene: Callable[[], Iterable[Event]],
-    ) -> Tab:
-        served.tell(scene(), scenes.START + 27 * scenes.SECOND)
+    def show(scene: Callable[[], Iterable[Event]], config: PageConfig | None = None) -> Tab:
+        served.tell(scene(), scenes.START + 27 * scenes.SECOND, config)
         page = Tab(browser, *WIDE)
         tabs.append(page)
         page.open(url)
@@ -213,6 +213,24 @@ def test_a_source_that_is_set_aside(shown: Show) -> None:
     assert "source-died" in text_of(page, "#fault-rows")
     assert "a source was set aside" in text_of(page, "#fault-rows")
     check_on_a_phone("failed-source", page)
+
+
+def test_a_server_that_keeps_no_ended_request_says_so(shown: Show) -> None:
+    page = shown(scenes.busy, PageConfig(recent=0))
+    assert "None are kept: the config has recent = 0" in text_of(page, "#content")
+    assert "No request has ended yet" not in text_of(page, "#content")
+
+
+def test_a_text_that_runs_the_other_way_turns_nothing_beside_it_round(shown: Show) -> None:
+    def scene() -> Iterator[Event]:
+        yield from scenes.busy()
+        yield replace(scenes.arrived(99), model="letters\u202e")
+
+    page = shown(scene)
+    assert "letters" in text_of(page, "#open-rows")
+    bidi = "[...document.querySelectorAll('#content td, #content th, #content span')].map("
+    bidi += "(each) => getComputedStyle(each).unicodeBidi)"
+    assert set(page.tell(bidi)) == {"isolate"}
 
 
 def test_a_quarantined_slot_and_lane(shown: Show) -> None:

@@ -220,6 +220,83 @@ def test_sigint_while_it_starts_ends_it(tmp_path: Path) -> None:
         assert served.wait() == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_it_checks_ends_it_and_what_it_started(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """It checks an interpreter here, which is stuck; nobody can connect yet."""
+    told = tmp_path / "pid"
+    os.mkfifo(told)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $$ > {told}\nexec sleep 600\n")
+    python.chmod(0o755)
+    table = decoder_table().replace("lanes =", f'python = "{python}"\nlanes =', 1)
+    with Served(tmp_path, table, ready=False) as served:
+        pid = int(told.read_text())
+        served.wait_for("checking the config")
+        served.signal(number)
+        assert served.wait() == 0
+    assert served.lines == [
+        "headrace: checking the config and its models",
+        "headrace: told to stop before it served",
+    ]
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_pipe_of_keys_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    os.mkfifo(keys, 0o600)
+    with open(os.open(keys, os.O_RDWR), "wb") as file:
+        file.write(b"sk-secret\n")
+        file.flush()
+        http = f"[http]\nport = 0\napi_key_file = '{keys}'\n"
+        served = Served(tmp_path, decoder_table(), http, ready=False)
+        assert served.wait() == 2
+    assert "http.api_key_file names no regular file" in served.lines[-1]
+
+
+def test_owners_and_sources_have_no_key(tmp_path: Path) -> None:
+    with Served(tmp_path, env={"HEADRACE_API_KEY": "sk-secret"}) as served:
+        assert served.complete().status_code == 401
+        pids = [*served.owners(), *served.sources()]
+        assert len(pids) == 2
+        for pid in pids:
+            assert b"sk-secret" not in Path(f"/proc/{pid}/environ").read_bytes()
+        headers = {"Authorization": "Bearer sk-secret"}
+        assert httpx.get(f"{served.url}/v1/models", headers=headers).status_code == 200
+
+
+def test_where_logs_are_json_every_line_is_and_a_restart_tells_its_own_time(
+    tmp_path: Path,
+) -> None:
+    """An owner's death says how it ended, and its next start is timed by itself."""
+    telemetry = "[telemetry]\nlog_json = true\nlog_level = 'error'\n"
+    with Served(tmp_path, decoder_table(), QUICK, telemetry) as served:
+        begun_s = time.monotonic()
+        (owner,) = served.owners()
+        served.until(lambda: time.monotonic() - begun_s > 0.6, "it is up for a while")
+        os.kill(owner, signal.SIGKILL)
+        served.wait_for("decoder left: waiting: its owner process died .status -9.")
+        again = served.wait_for(r"decoder left: ready.* after ([0-9.]+) s", 2)
+        assert float(again[1]) < time.monotonic() - begun_s - 0.5
+        assert httpx.get(f"{served.url}/health").status_code == 200
+    for line in served.lines:
+        assert json.loads(line)["level"], line
+
+
+def test_a_single_connection_is_served_and_the_next_is_told_why_not(tmp_path: Path) -> None:
+    http = "[http]\nport = 0\nmax_connections = 1\n"
+    with Served(tmp_path, decoder_table(), http) as served, served.client() as first:
+        assert first.get("/v1/models").status_code == 200
+        refused = httpx.get(f"{served.url}/v1/models")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["code"] == "too-many-connections"
+        told = 'endpoint="models",status="503",terminal="too-many-connections"} 1.0'
+        assert told in httpx.get(f"{served.url}/metrics").text
+        assert httpx.get(f"{served.url}/health").status_code == 200
+        assert first.get("/v1/models").status_code == 200
+
+
 def test_a_port_in_use_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         http = f"[http]\nport = {taken.getsockname()[1]}\n"
@@ -270,7 +347,8 @@ def test_clients_that_leave_free_all(tmp_path: Path, steps: Steps) -> None:
             body = json.dumps({"model": "letters", "prompt": "hi", "stream": at != 1}).encode()
             sock = socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])))
             head = (
-                f"POST /v1/completions HTTP/1.1\r\nHost: ::1\r\nContent-Length: {len(body)}\r\n\r\n"
+                "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                f"Content-Length: {len(body)}\r\n\r\n"
             )
             sock.sendall(head.encode() + body)
             if not at:

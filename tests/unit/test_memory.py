@@ -226,6 +226,13 @@ def test_create_says_when_the_kernel_has_no_memfd(monkeypatch: pytest.MonkeyPatc
         Slab.create(PAGE)
 
 
+def test_create_says_that_too_many_files_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", fail_with(errno.EMFILE))
+    with pytest.raises(Refused, match="raise `ulimit -n`") as told:
+        Slab.create(PAGE)
+    assert "sandbox" not in str(told.value)
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM])
 def test_allocation_failure_names_both_numbers(
     monkeypatch: pytest.MonkeyPatch, number: int

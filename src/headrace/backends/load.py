@@ -46,7 +46,7 @@ def open_source(name: str, options: Mapping[str, Any]) -> PrefillEngine:
         Refused: no such name, or nothing importable there.
         BackendUnavailable: it needs a package that is not installed here.
     """
-    engine = _factory("source", name, SOURCES)(options)
+    engine = find_factory("source", name)(options)
     if hasattr(engine, "prefill") and not hasattr(engine, "prefill_stream"):
         return LegacyEngine(engine)
     return cast(PrefillEngine, engine)
@@ -54,7 +54,30 @@ def open_source(name: str, options: Mapping[str, Any]) -> PrefillEngine:
 
 def open_decoder(name: str, options: Mapping[str, Any]) -> Decoder:
     """The decoder called `name`, or made by the factory `module:factory`; raises as above."""
-    return cast(Decoder, _factory("decoder", name, DECODERS)(options))
+    return cast(Decoder, find_factory("decoder", name)(options))
+
+
+def find_factory(role: str, name: str) -> Callable[[Mapping[str, Any]], Any]:
+    """What a name of a `source` or a `decoder` stands for; raises as `open_source`."""
+    check_name(role, name)
+    known = SOURCES if role == "source" else DECODERS
+    module_name, _, attribute = known.get(name, name).partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as exc:
+        if name in known:
+            raise BackendUnavailable(
+                name,
+                "sdk_missing",
+                f"import {module_name}",
+                str(exc),
+                _HINTS.get(name, "Install headrace[cpu] into the environment that runs it"),
+            ) from exc
+        raise Refused(f"{role} {name!r}: cannot import it: {exc}", field=role) from exc
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise Refused(f"{role} {name!r}: {module_name} has no factory {attribute!r}", field=role)
+    return cast(Callable[[Mapping[str, Any]], Any], factory)
 
 
 def size_options(decoder: str, *, lanes: int, context: int) -> dict[str, int]:
@@ -75,24 +98,3 @@ def check_name(role: str, name: str) -> None:
             f"unknown {role} {name!r}; known are {', '.join(known)}, or give module:factory",
             field=role,
         )
-
-
-def _factory(role: str, name: str, known: Mapping[str, str]) -> Callable[[Mapping[str, Any]], Any]:
-    check_name(role, name)
-    module_name, _, attribute = known.get(name, name).partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as exc:
-        if name in known:
-            raise BackendUnavailable(
-                name,
-                "sdk_missing",
-                f"import {module_name}",
-                str(exc),
-                _HINTS.get(name, "Install headrace[cpu] into the environment that runs it"),
-            ) from exc
-        raise Refused(f"{role} {name!r}: cannot import it: {exc}", field=role) from exc
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        raise Refused(f"{role} {name!r}: {module_name} has no factory {attribute!r}", field=role)
-    return cast(Callable[[Mapping[str, Any]], Any], factory)

@@ -8,6 +8,7 @@ from pathlib import Path
 from cyclopts import App
 from rich.filesize import decimal
 
+from headrace.errors import Refused
 from headrace.server.config_checks import Checked, CheckedDecoder, check_config
 from headrace.server.config_file import read_config
 from headrace.server.config_text import config_text, default_text
@@ -30,7 +31,11 @@ def check(file: Path, /) -> int:
     file
         The headrace.toml.
     """
-    checked = check_config(read_config(file))
+    config = read_config(file)
+    try:
+        checked = check_config(config)
+    except Refused as exc:
+        raise Refused(f"{file}: {exc}", field=exc.field) from exc
     for decoder in checked.decoders:
         print(line_of(decoder))
     print_warnings(checked)
@@ -52,7 +57,7 @@ def show(file: Path | None = None, /) -> int:
 
 
 def line_of(decoder: CheckedDecoder) -> str:
-    """A decoder, what it takes, and that it is ready to serve."""
+    """A decoder, what it takes, and that it is ready to serve or what only its start can tell."""
     slots = sum(each.slots for each in decoder.table.sources)
     sizes = decoder.sizes
     lanes = f"{decoder.lanes} lane{'s' if decoder.lanes > 1 else ''}"
@@ -64,7 +69,10 @@ def line_of(decoder: CheckedDecoder) -> str:
         taken = f"{counts} take {decimal(sizes.reserved)} here ({each})"
         taken += f", weights up to {decimal(sizes.weights)}" if sizes.weights else ""
     model = f"{decoder.table.model} by {decoder.start.pair}"
-    return f"{decoder.name}: {model}: {taken}; ready to serve"
+    ready = (
+        f"not checked: {', '.join(decoder.unchecked)}" if decoder.unchecked else "ready to serve"
+    )
+    return f"{decoder.name}: {model}: {taken}; {ready}"
 
 
 def print_warnings(checked: Checked) -> None:

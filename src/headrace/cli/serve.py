@@ -17,7 +17,7 @@ from msgspec import structs
 from headrace.cli.arguments import json_object
 from headrace.engine.models import resolve
 from headrace.engine.text import max_positions_of
-from headrace.errors import BackendUnavailable, Refused
+from headrace.errors import BackendUnavailable, HeadraceError, Refused
 from headrace.geometry import Emission
 from headrace.messages import OnFailure, PrefixAsked
 from headrace.runtime.pairs import flag_of
@@ -31,6 +31,7 @@ INSTALL: Final = "run: pip install 'headrace[server,cpu]'"
 WITH_A_FILE: Final = ("config", "host", "port", "log_level", "log_json")
 """The flags that go with --config, over what the file says."""
 
+_OF_THIS_HOST = ("http.host", "http.port")  # of the address, which may be a flag's
 _HTTP = ("host", "port", "api_key_file", "allow_open")
 _REQUESTS = ("route", "group_layers", "chunk", "emission", "on_failure", "prefix")
 _TELEMETRY = ("log_level", "log_json")
@@ -53,6 +54,7 @@ _DECODER = {
     "decode_batch": "decode_batch",
     "prefetch_depth": "prefetch_depth",
     "prefill_chunk": "prefill_chunk",
+    "keep_bytes": "keep_bytes",
     "decoder_python": "python",
     "compiled": "compiled",
     "decoder_options": "options",
@@ -118,6 +120,8 @@ class ServeOptions:
     "Requests that are prefilled while no lane is free; by default 1."
     prefill_chunk: int | None = None
     "Positions computed at once; 0 = all. It changes the numbers a little."
+    keep_bytes: int | None = None
+    "Memory for prompts that the decoder keeps beside its lanes; by default 0, none."
     control: str | None = None
     "Make a socket here, at which `headrace owner` asks what is held."
     route: str | None = None
@@ -131,7 +135,7 @@ class ServeOptions:
     on_failure: OnFailure | None = None
     "When a source fails: fail, retry, or local (the owner)."
     prefix: PrefixAsked | None = None
-    "Whether prompts are kept and gone on from: off, identical or shared."
+    "Whether prompts are kept and gone on from: off, identical or shared; needs --keep-bytes."
     api_key_file: str | None = None
     "A file with one key a line; whoever sends none of them is refused."
     allow_open: Annotated[bool | None, Parameter(negative="")] = None
@@ -139,7 +143,7 @@ class ServeOptions:
     log_level: str | None = None
     "debug, info, warning or error; by default info."
     log_json: Annotated[bool | None, Parameter(negative="")] = None
-    "Log one JSON object a line."
+    "Say and log all as JSON, one object a line."
 
     def given(self) -> dict[str, Any]:
         """The options that were given, by name."""
@@ -162,7 +166,6 @@ def serve(options: Annotated[ServeOptions, Parameter(name="*")] = _DEFAULTS) -> 
         with stoppable():
             return _serve(given)
     except ToldToStop:
-        _tell("told to stop before it served")
         return 0
 
 
@@ -173,16 +176,31 @@ def _serve(given: dict[str, Any]) -> int:
 
     try:
         return serving.serve(config, _tell)
-    except Refused as exc:
-        raise Refused(_placed(str(exc), given), field=exc.field) from exc
-    except BackendUnavailable as exc:
-        hint = exc.hint if "config" in given else in_flags(exc.hint)
-        raise BackendUnavailable(exc.vendor, exc.stage, exc.probe, exc.detail, hint) from exc
+    except HeadraceError as exc:
+        told = _placed(exc, given)
+        if config.telemetry.log_json:
+            return _logged(told)
+        raise told from exc
 
 
-def _placed(text: str, given: dict[str, Any]) -> str:
-    """A refusal of a config, with what its user wrote it in: the file, or the flags."""
-    return f"{given['config']}: {text}" if "config" in given else in_flags(text)
+def _placed(exc: HeadraceError, given: dict[str, Any]) -> HeadraceError:
+    """An error with what its user wrote the config in: a file, or flags."""
+    with_a_file = "config" in given
+    if isinstance(exc, BackendUnavailable) and not with_a_file:
+        hint = in_flags(exc.hint)
+        return BackendUnavailable(exc.vendor, exc.stage, exc.probe, exc.detail, hint)
+    if not isinstance(exc, Refused) or (with_a_file and exc.field in _OF_THIS_HOST):
+        return exc
+    text = f"{given['config']}: {exc}" if with_a_file else in_flags(str(exc))
+    return Refused(text, field=exc.field)
+
+
+def _logged(exc: HeadraceError) -> int:
+    """Log what ends it, a line of JSON as all others are; returns the exit status."""
+    from headrace.cli import FAILURE, MISTAKE
+
+    logging.getLogger("headrace.server").error("%s", " ".join(str(exc).splitlines()))
+    return MISTAKE if isinstance(exc, Refused | BackendUnavailable) else FAILURE
 
 
 def in_flags(text: str) -> str:

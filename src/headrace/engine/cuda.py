@@ -262,13 +262,14 @@ class CudaDevice:
             raise LocalProtocolError(f"{self.name} was closed")
 
 
-def open_device(index: int = 0) -> CudaDevice:
-    """The GPU of this number, as torch counts them; it is this thread's device from now on.
+def check_device(index: int = 0) -> str:
+    """The version of torch's CUDA, which has a GPU of this number; nothing is opened.
 
     Raises:
         BackendUnavailable: torch has no CUDA, or there is no such GPU.
     """
-    if torch.version.cuda is None:
+    version = torch.version.cuda
+    if version is None:
         detail = f"torch {torch.__version__} was built without CUDA"
         raise BackendUnavailable("cuda", "sdk_missing", "torch.version.cuda", detail, INSTALL)
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -278,10 +279,20 @@ def open_device(index: int = 0) -> CudaDevice:
         raise BackendUnavailable(
             "cuda", "device_missing", "torch.cuda.device_count()", detail, hint
         )
+    return version
+
+
+def open_device(index: int = 0) -> CudaDevice:
+    """The GPU of this number, as torch counts them; it is this thread's device from now on.
+
+    Raises:
+        BackendUnavailable: torch has no CUDA, or there is no such GPU.
+    """
+    version = check_device(index)
     with _driver("a GPU"):
         torch.cuda.set_device(index)
         torch.empty(1, device=f"cuda:{index}")  # makes the context, and loads the runtime
-    return CudaDevice(index, torch.cuda, load_runtime(torch.version.cuda))
+    return CudaDevice(index, torch.cuda, load_runtime(version))
 
 
 def _with_rate(anchor: _Anchor, before: _Anchor) -> _Anchor:

@@ -98,10 +98,10 @@ def _started(interpreter: str, target: str, asked: Mapping[str, Any]) -> Iterato
 
 @contextmanager
 def _held_back() -> Iterator[None]:
-    """Hold interrupts back, in this thread and in what it starts: none ends a child that has not
-    come to ignore them yet.
+    """Hold signals back, in this thread and in what it starts: none ends a child that does not
+    heed them yet, and none comes between a child and its being known here.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
@@ -222,6 +222,7 @@ def _outcome(target: str, asked: dict[str, Any], told: Told) -> tuple[str, Any]:
     """What came of the call, as `_ended` takes it; failures in the words of the command line."""
     module, _, name = target.partition(":")
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # one held back is met here
         return "returned", getattr(import_module(module), name)(asked, told)
     except KeyboardInterrupt:
         return "interrupted", None

@@ -78,7 +78,7 @@ class QueueConfig(_Table, frozen=True, kw_only=True):
     deadline_s: Annotated[
         Seconds | None,
         says(
-            "Seconds from a request's arrival to its first token, for requests that name none; "
+            "Seconds from a request's admission to its first token, for requests that name none; "
             "without it there is no deadline."
         ),
     ] = None
@@ -121,7 +121,8 @@ class RequestConfig(_Table, frozen=True, kw_only=True):
     prefix: Annotated[
         PrefixAsked,
         says(
-            "Whether prompts are kept and gone on from: off, identical ones, or shared beginnings."
+            "Whether prompts are kept and gone on from: off, identical ones, or shared beginnings; "
+            "needs keep_bytes of the decoder."
         ),
     ] = "off"
     max_tokens: Annotated[
@@ -139,7 +140,9 @@ class PageConfig(_Table, frozen=True, kw_only=True):
 
     enabled: Annotated[bool, says("Serve the page at /.")] = True
     recent: Annotated[
-        int, Meta(ge=0, le=1024), says("Requests whose traces are kept for it; 0 traces none.")
+        int,
+        Meta(ge=0, le=1024),
+        says("Ended requests that it lists, with their traces; 0 lists and traces none."),
     ] = 64
     look_every_s: Annotated[
         float, Meta(ge=0.05, le=60), says("Seconds between two looks at what the owners hold.")
@@ -157,7 +160,7 @@ class TelemetryConfig(_Table, frozen=True, kw_only=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], says("The least that is logged.")
     ] = "info"
-    log_json: Annotated[bool, says("Log one JSON object a line.")] = False
+    log_json: Annotated[bool, says("Say and log all as JSON, one object a line.")] = False
 
 
 class SourceTable(_Table, frozen=True, kw_only=True):
@@ -216,6 +219,11 @@ class DecoderTable(_Table, frozen=True, kw_only=True):
     ] = 1
     prefill_chunk: Annotated[
         Count, says("Positions computed at once; 0 = all. It changes the numbers a little.")
+    ] = 0
+    keep_bytes: Annotated[
+        int,
+        Meta(ge=0, le=1 << 50),
+        says("Memory for prompts that are kept beside the lanes, as `prefix` asks; 0 = none."),
     ] = 0
     python: Annotated[
         str | None,

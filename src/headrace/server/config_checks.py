@@ -5,37 +5,55 @@ What cannot be is refused in one sentence; what is odd and may be meant comes ba
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
+
+from headrace.backends.load import DECODERS
 from headrace.engine.capacity import MEMORY_MARGIN_NBYTES, available_nbytes, total_nbytes
+from headrace.engine.environments import RNGD
 from headrace.engine.models import resolve
 from headrace.engine.text import max_positions_of
 from headrace.errors import Refused
 from headrace.runtime.config import SourceConfig, names_of
-from headrace.runtime.pairs import LANES, NULL
+from headrace.runtime.pairs import ATOM, LANES, NULL, is_emulated, is_fake
 from headrace.server.config import DecoderTable, HttpConfig, ServeConfig, TelemetryConfig
 from headrace.server.config_file import decoder_names
 from headrace.server.hosts import HOST, is_loopback
 from headrace.server.keys import KEY_VARIABLE, read_keys
-from headrace.server.owner_configs import OwnerStart, owner_config, request_options
-from headrace.server.sizes import Sizes, measured
+from headrace.server.option_checks import CUDA
+from headrace.server.owner_configs import (
+    KEEP_NOTHING,
+    OwnerStart,
+    kept_nbytes,
+    owner_config,
+    request_options,
+)
+from headrace.server.sizes import Sizes, can_measure, measured
 
+_ARGUMENT_NBYTES = (1 << 17) - 64  # 32 pages, with the option's name
 _CONTROL_NBYTES = 107  # what the kernel takes of a socket's path
 
 
 class CheckedDecoder(NamedTuple):
-    """A decoder that can be served. sizes: None where they are not known."""
+    """A decoder that can be served. sizes: None where they are not known.
+
+    unchecked: what only a start can tell.
+    """
 
     name: str
     table: DecoderTable
     lanes: int
     start: OwnerStart
     sizes: Sizes | None
+    unchecked: tuple[str, ...] = ()
 
 
 class Checked(NamedTuple):
@@ -67,12 +85,14 @@ def check_config(config: ServeConfig, keys: Sequence[str] | None = None) -> Chec
     ]
     _check_controls(config.decoders)
     lanes = [_lanes(start) for start in starts]
-    sizes = measured(list(zip(config.decoders, directories, strict=True)), lanes)
+    _check_arguments(starts)
+    sizes = measured(list(zip(config.decoders, directories, starts, strict=True)), lanes)
+    unchecked = [_unchecked(*each) for each in zip(config.decoders, starts, strict=True)]
     warnings = [
         *_memory_warnings(config.decoders, lanes, sizes),
         *_warnings(config),
     ]
-    found = zip(names, config.decoders, lanes, starts, sizes, strict=True)
+    found = zip(names, config.decoders, lanes, starts, sizes, unchecked, strict=True)
     return Checked(tuple(CheckedDecoder(*each) for each in found), tuple(warnings))
 
 
@@ -193,6 +213,40 @@ def _check_controls(tables: Sequence[DecoderTable]) -> None:
             )
 
 
+def _check_arguments(starts: Sequence[OwnerStart]) -> None:
+    """An owner's settings are one argument of its process, of which the kernel bounds the size."""
+    for index, start in enumerate(starts):
+        nbytes = len(msgspec.json.encode(start.config))
+        if nbytes > _ARGUMENT_NBYTES:
+            raise Refused(
+                f"decoders[{index}]: its settings are {nbytes} bytes, and at most "
+                f"{_ARGUMENT_NBYTES} reach its process; put long options into a file of their own",
+                field="options",
+            )
+
+
+def _unchecked(table: DecoderTable, start: OwnerStart) -> tuple[str, ...]:
+    """What only a start can tell of a decoder."""
+    names = [table.decoder, *(each.source for each in table.sources)]
+    found = [f"the options of {name}" for name in names if ":" in name]
+    if not can_measure():
+        found.append("options and sizes, which torch and transformers are needed for")
+    sources = start.config.sources
+    devices = [
+        *(each.source for each in sources if each.source == CUDA and each.python is not None),
+        *(RNGD.name for each in sources if _on_a_card(each)),
+    ]
+    if table.decoder == CUDA and start.interpreter is not None:
+        devices.append(CUDA)
+    if table.decoder == ATOM and not is_fake(ATOM, start.config.decoder_options):
+        devices.append(ATOM)
+    return tuple(dict.fromkeys([*found, *(f"the device of {name}" for name in devices)]))
+
+
+def _on_a_card(source: SourceConfig) -> bool:
+    return source.source == RNGD.name and not is_emulated(source.source, source.options)
+
+
 def _lanes(start: OwnerStart) -> int:
     """How many lanes a decoder is made with."""
     lanes = start.config.decoder_options.get("lanes", 1)
@@ -228,10 +282,12 @@ def _memory_warnings(
 
 def _too_much(table: DecoderTable, lanes: int, size: Sizes, total: int) -> str:
     slots = sum(each.slots for each in table.sources)
+    kept = f" and {_gb(size.kept)} for kept prompts" if size.kept else ""
+    lower = "lanes, slots, context or keep_bytes" if size.kept else "lanes, slots or context"
     return (
         f"{_many(lanes, 'lane')} of {_gb(size.lane)} and {_many(slots, 'slot')} of "
-        f"{_gb(size.slot)} at {table.context} positions are {_gb(size.reserved)} here, and this "
-        f"host has {_gb(total)}; lower lanes, slots or context"
+        f"{_gb(size.slot)} at {table.context} positions{kept} are {_gb(size.reserved)} here, and "
+        f"this host has {_gb(total)}; lower {lower}"
     )
 
 
@@ -247,14 +303,37 @@ def _warnings(config: ServeConfig) -> list[str]:
             "cores: they slow each other down"
         )
     for index, table in enumerate(config.decoders):
-        if table.decoder == NULL:
-            found.append(
-                f"decoders[{index}].decoder is null, which decodes nothing: only requests of "
-                "max_tokens 0 are served"
-            )
+        found += _decoder_warnings(f"decoders[{index}]", table, config)
     if config.http.allow_open and not is_loopback(config.http.host):
         found.append(f"http.host is {config.http.host} and anybody may use it")
     return found
+
+
+def _decoder_warnings(place: str, table: DecoderTable, config: ServeConfig) -> Iterator[str]:
+    if table.decoder == NULL:
+        yield (
+            f"{place}.decoder is null, which decodes nothing: only requests of max_tokens 1 are "
+            "served"
+        )
+    kept_by_sources = any(each.options.get("own_cache_nbytes") for each in table.sources)
+    known = table.decoder in DECODERS and not kept_by_sources
+    if config.requests.prefix != "off" and known and not kept_nbytes(table):
+        keeps = "keeps no prompts" if table.decoder in KEEP_NOTHING else "has no keep_bytes"
+        yield f"requests.prefix is {config.requests.prefix} and {place} {keeps}: it has no effect"
+    if table.control is not None and _listens(Path(table.control)):
+        yield (
+            f"{place}.control: an owner listens at {table.control}, and another one cannot: end it "
+            "first"
+        )
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except OSError as exc:
+            return exc.errno == errno.EAGAIN  # its queue is full
+        return True
 
 
 def _many(count: int, word: str) -> str:

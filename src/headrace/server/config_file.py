@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import json
+import math
 import re
 import tomllib
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,14 +17,17 @@ from typing import Any, Final
 import msgspec
 
 from headrace.errors import Refused
+from headrace.runtime.roster import OWN_ENGINE
 from headrace.server.config import DecoderTable, ServeConfig
 from headrace.server.config_keys import Table, file_table, key_at, value_at
+from headrace.server.label_words import OTHER
 
 MAX_FILE_NBYTES: Final = 1 << 20
 SECRETS: Final = ("api_key_file", "otlp_endpoint")
 """Keys whose values no message repeats: a key itself may have been put there by mistake."""
 
 _SHOWN_CHARACTERS = 60
+_UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # of Unicode: control, format, line ends
 _PLACE = re.compile(r"(.*) - at `\$\.(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 
@@ -53,9 +59,16 @@ def config_of(raw: Mapping[str, Any]) -> ServeConfig:
     """The config of tables as TOML has them. Raises: Refused: a key or a value makes no sense."""
     _check_keys(raw, file_table(), "")
     try:
-        return msgspec.convert(raw, ServeConfig)
+        config = msgspec.convert(raw, ServeConfig)
     except msgspec.ValidationError as exc:
         raise Refused(_told(str(exc), raw)) from exc
+    for index, decoder in enumerate(config.decoders):
+        place = f"decoders[{index}]"
+        _check_names(decoder, place)
+        _check_option(decoder.options, f"{place}.options")
+        for number, source in enumerate(decoder.sources):
+            _check_option(source.options, f"{place}.sources[{number}].options")
+    return config
 
 
 def decoder_names(decoders: Sequence[DecoderTable]) -> tuple[str, ...]:
@@ -97,7 +110,7 @@ def _text_of(path: Path) -> str:
     if len(found) > MAX_FILE_NBYTES:
         raise Refused(f"{path} has more than {MAX_FILE_NBYTES} bytes; name a config")
     try:
-        return found.decode()
+        return found.decode("utf-8-sig")
     except UnicodeDecodeError as exc:
         raise Refused(f"{path} is not UTF-8 text (byte {exc.start}); save it as UTF-8") from exc
 
@@ -120,6 +133,41 @@ def _check_keys(raw: Mapping[str, Any], table: Table, place: str) -> None:
             for index, each in enumerate(value):
                 if isinstance(each, dict):
                     _check_keys(each, key.tables, f"{here}[{index}]")
+
+
+def _check_names(decoder: DecoderTable, place: str) -> None:
+    """Refuse names that metrics have another meaning for, and those that are not shown whole."""
+    if decoder.name == OTHER:
+        raise Refused(f"{place}.name is {OTHER}, which metrics call all else; give another name")
+    for number, source in enumerate(decoder.sources):
+        if source.name in (OTHER, OWN_ENGINE):
+            raise Refused(
+                f"{place}.sources[{number}].name is {source.name}, which metrics and logs call "
+                "something else; give another name"
+            )
+    for number, name in enumerate(decoder.served_as):
+        if any(unicodedata.category(each) in _UNSEEN for each in name):
+            raise Refused(
+                f"{place}.served_as[{number}] is {name!a}; it has a character that is not seen"
+                ", such as a line's end; leave that out"
+            )
+
+
+def _check_option(value: Any, place: str) -> None:
+    """Refuse what no engine can be handed: dates, and numbers that are none."""
+    match value:
+        case dict():
+            for key, each in value.items():
+                _check_option(each, f"{place}.{key}")
+        case list():
+            for index, each in enumerate(value):
+                _check_option(each, f"{place}[{index}]")
+        case float() if not math.isfinite(value):
+            raise Refused(f"{place} is {value}; give a number")
+        case int() if not -(1 << 63) <= value < 1 << 63:
+            raise Refused(f"{place} has more than 64 bits; give a smaller number")
+        case datetime.date() | datetime.time():
+            raise Refused(f"{place} is a date or a time, which no option is; put it in quotes")
 
 
 def _meant(name: str, table: Table) -> str:

@@ -25,6 +25,7 @@ _log = logging.getLogger("headrace.server")
 
 RECEIVED_AT_ONCE = 256  # messages of one owner, before others have their turn
 CLOSE_GRACE_S = 5.0
+EXIT_WITHIN_S = 0.1  # from the end of an owner's channel to that of its process, to tell how
 OVERDUE_S = 1.0  # after a deadline, until an owner that does not tell of it is no longer waited for
 
 
@@ -139,6 +140,7 @@ class ServedDecoder:
             del self._running[label]
             terminal, field = _fault_of(exc)
             self._fail(choice, Ending(terminal, str(exc), field=field))
+            self._tell_end(choice, _untold(label, terminal, str(exc)))
             self._changed()
 
     def _watch_deadline(self, label: int, choice: Choice) -> None:
@@ -210,7 +212,7 @@ class ServedDecoder:
                 _log.error("the owner of %s sent what is no message: %s", self.name, exc)
                 continue
             except PeerDied:
-                self._lost("its owner process died")
+                self._lost(f"its owner process {link.exit_text(EXIT_WITHIN_S)}")
                 return
             except HeadraceError as exc:
                 self._lost(str(exc), mistake=isinstance(exc, Refused))
@@ -379,6 +381,12 @@ def _fault_of(exc: Exception) -> tuple[Terminal, str | None]:
     if not isinstance(exc, Refused):
         return Terminal.BUG, None
     return (Terminal.INVALID, exc.field) if exc.field else (Terminal.NOT_READY, None)
+
+
+def _untold(label: int, terminal: Terminal, text: str) -> Ended:
+    """The end of a choice that its owner never heard of."""
+    mistake = "" if terminal is Terminal.BUG else terminal.value
+    return Ended(label, "failed", text, mistake, None, "", (), "", (), None)
 
 
 def _close(name: str, link: OwnerLink, grace_s: float = 0.0) -> None:

@@ -7,14 +7,17 @@ from typing import Final
 
 from headrace.errors import Refused
 
-ACCEPTED_AT_ONCE: Final = 64
-"""Connections that asyncio accepts in one turn of its loop, before one of them is looked at."""
+SPARE_CONNECTIONS: Final = 64
+"""Above `http.max_connections`: their requests are answered 503, except how the server fares."""
+
+MAX_REFUSED: Final = 32
+"""Connections above those that are told so before they are closed; more are closed at once."""
+
+ACCEPTED_AT_ONCE: Final = 32
+"""Connections that asyncio accepts in one turn of its loop; it looks at them some turns later."""
 
 OTHER_DESCRIPTORS: Final = 512
-"""For all that is no served connection: owners, files, and connections on their way out.
-
-Those are what is turned away and what four turns of the loop accept meanwhile.
-"""
+"""For all that is not in `max_connections`: the above, four turns of the loop, files and owners."""
 
 
 def descriptors_needed(max_connections: int) -> int:

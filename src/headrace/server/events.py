@@ -90,6 +90,14 @@ class Answered(Struct, frozen=True):
     reason: str
 
 
+class Served(Struct, frozen=True):
+    """A request was answered that asks nothing of an owner, such as for the list of models."""
+
+    at_ns: int
+    endpoint: Endpoint
+    status: int
+
+
 class Rejected(Struct, frozen=True):
     """A request was refused before it was admitted to the queue."""
 
@@ -121,7 +129,7 @@ class Looked(Struct, frozen=True):
 
 
 class QueueChanged(Struct, frozen=True):
-    """What waits for an owner now, in choices and in bytes of their prompts."""
+    """What waits for an owner now, in choices and in bytes as `queue.max_bytes` bounds them."""
 
     at_ns: int
     waiting: int
@@ -134,6 +142,7 @@ Event: TypeAlias = (
     | Decoded
     | ChoiceEnded
     | Answered
+    | Served
     | Rejected
     | DecoderChanged
     | Looked

@@ -101,6 +101,7 @@ class Front:
         try:
             self._check(scope, headers, state)
             await self._app(scope, receive, labelled)
+            self._tell_served(scope)
         except Ending as exc:
             self._tell(scope, exc)
             await send_error(labelled, exc)
@@ -123,8 +124,14 @@ class Front:
         self._tell(scope, ending)
         await send_error(send, ending)
 
+    def _tell_served(self, scope: Scope) -> None:
+        """Completions tell their ends themselves; of page, health and metrics nobody counts any."""
+        endpoint = _endpoint_of(scope["path"])
+        if endpoint in ("tokenize", "models"):
+            self._told.tell(events.Served(time.monotonic_ns(), endpoint, 200))
+
     def _tell(self, scope: Scope, ending: Ending) -> None:
-        endpoint = ENDPOINTS.get(scope["path"], "other")
+        endpoint = _endpoint_of(scope["path"])
         self._told.tell(
             events.Rejected(
                 time.monotonic_ns(), endpoint, ending.terminal, ending.status, ending.text
@@ -159,6 +166,10 @@ class Front:
             most = self._config.max_header_bytes
             text = f"the headers have {nbytes} bytes and the limit is {most}"
             raise Ending(Terminal.HEADERS_TOO_LARGE, text)
+
+
+def _endpoint_of(path: str) -> events.Endpoint:
+    return "models" if path.startswith("/v1/models/") else ENDPOINTS.get(path, "other")
 
 
 def header(headers: Headers, name: bytes) -> bytes:

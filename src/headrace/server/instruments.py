@@ -92,7 +92,9 @@ class Instruments:
             "num_requests_waiting", "Admitted requests of which no owner has a choice yet.", model
         )
         self.queue_choices = self._gauge("queue_choices", "Choices that wait for an owner.")
-        self.queue_bytes = self._gauge("queue_bytes", "Bytes of the prompts of these choices.")
+        self.queue_bytes = self._gauge(
+            "queue_bytes", "Bytes of these choices as max_bytes bounds them: prompts, and 512 each."
+        )
 
     def _latencies(self) -> None:
         self.ttft = self._latency(
@@ -229,6 +231,9 @@ class Instruments:
         )
         self.source_restarts = self._counter(
             "source_restarts", "How often another took the place of a source.", decoder, "source"
+        )
+        self.start_failures = self._counter(
+            "source_start_failures", "Starts of a decoder's sources that failed.", decoder
         )
         self.owner_restarts = self._counter(
             "owner_restarts", "How often the owner of a decoder was started again.", decoder

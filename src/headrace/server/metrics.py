@@ -10,11 +10,12 @@ from collections import Counter as Counts
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, NamedTuple
 
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, Gauge, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from headrace.messages import Inspected, Measured
+from headrace.messages import Measured
 from headrace.runtime.roster import OWN_ENGINE
+from headrace.server import figures
 from headrace.server import label_words as words
 from headrace.server.events import (
     Answered,
@@ -27,17 +28,17 @@ from headrace.server.events import (
     Looked,
     QueueChanged,
     Rejected,
+    Served,
 )
+from headrace.server.holdings import Holdings, holdings_of, nothing
 from headrace.server.instruments import Instruments
 from headrace.server.label_words import OTHER, one_of
 from headrace.server.ongoing import Ongoing, RequestRecord
 from headrace.server.terminals import STATUS, Terminal
-from headrace.telemetry.report import TIMER_NOISE_NS
 from headrace.version import VERSION
 
 _S: Final = 1e-9  # seconds of a ns
 _STATUSES: Final = frozenset({*STATUS.values(), 200})
-_ENDPOINTS: Final = ("completions", "chat", "tokenize", "models", "other")
 _OPENMETRICS: Final = "application/openmetrics-text"
 
 
@@ -69,6 +70,7 @@ class Metrics:
             Decoded: self._decoded,
             ChoiceEnded: self._choice_ended,
             Answered: self._answered,
+            Served: self._served,
             Rejected: self._rejected,
             DecoderChanged: self._decoder_changed,
             Looked: self._looked,
@@ -92,6 +94,11 @@ class Metrics:
         """Series of closed sets begin at 0: one that appears with its first count has no rate."""
         on = self._on
         on.build_info.labels(VERSION).set(1)
+        for endpoint in ("completions", "chat"):
+            for terminal, status in STATUS.items():
+                on.requests.labels(endpoint, terminal.value, str(status))
+        for endpoint in ("tokenize", "models"):
+            on.requests.labels(endpoint, Terminal.FINISHED.value, "200")
         for model in self._models:
             for gauge in (on.running, on.waiting):
                 gauge.labels(model)
@@ -103,6 +110,7 @@ class Metrics:
         for decoder, sources in self._decoders.items():
             on.up.labels(decoder)
             on.owner_restarts.labels(decoder)
+            on.start_failures.labels(decoder)
             on.imported.labels(decoder)
             on.imported_early.labels(decoder)
             for reason in words.REJECTS:
@@ -111,9 +119,9 @@ class Metrics:
                 on.fallbacks.labels(decoder, reason)
             for outcome in words.OUTCOMES:
                 on.handoffs.labels(decoder, outcome)
-            for source in sources:
+            for source in sources - {OWN_ENGINE}:
                 on.source_restarts.labels(decoder, source)
-            self._clear(decoder)
+            self._hold(decoder, nothing(sources))
 
     # Requests.
 
@@ -165,11 +173,14 @@ class Metrics:
         self._on.e2e.labels(model).observe((event.at_ns - record.arrived.at_ns) * _S)
         self._on.generated_length.labels(model).observe(record.num_tokens)
 
+    def _served(self, event: Served) -> None:
+        self._count_request(event.endpoint, Terminal.FINISHED, event.status)
+
     def _rejected(self, event: Rejected) -> None:
         self._count_request(event.endpoint, event.terminal, event.status)
 
     def _count_request(self, endpoint: str, terminal: Terminal, status: int) -> None:
-        endpoint = one_of(endpoint, _ENDPOINTS)
+        endpoint = one_of(endpoint, words.ENDPOINTS)
         told = str(status) if status in _STATUSES else OTHER
         self._on.requests.labels(endpoint, terminal.value, told).inc()
 
@@ -183,16 +194,16 @@ class Metrics:
         on, ended = self._on, event.ended
         decoder, record = one_of(event.decoder, self._decoders), self._ongoing.of(event.request)
         on.handoffs.labels(decoder, words.outcome_of(ended)).inc()
-        local = words.is_local(event)
+        local = event.ended.local
         self._count_fallbacks(decoder, len(ended.attempts), local=local)
         asked = OTHER if record is None else record.arrived.route
         route = one_of(asked if ended.choice is None else ended.choice.route, words.ROUTES)
-        reason = words.ASKED if ended.choice is None else words.route_reason(ended.choice.reason)
+        reason = words.ASKED if ended.choice is None else ended.choice.kind
         if not ended.mistake and (ended.choice is not None or asked in words.ROUTES):
             on.routes.labels(decoder, route, reason).inc()
         if ended.measured is not None:
-            self._measured(decoder, route, ended.measured, local=local)
-            self._count_prompt(event, record, local=local)
+            self._measured(decoder, route, event, ended.measured)
+            self._count_prompt(event, record)
         choice = None if record is None else record.choices.get(event.choice)
         if choice is not None and choice.num_tokens > 1:
             took_s = (choice.last_token_ns - choice.first_token_ns) * _S
@@ -207,33 +218,29 @@ class Metrics:
             retries = max(0, followed - 1)
         self._on.fallbacks.labels(decoder, "retry").inc(retries)
 
-    def _measured(self, decoder: str, route: str, measured: Measured, *, local: bool) -> None:
+    def _measured(self, decoder: str, route: str, event: ChoiceEnded, measured: Measured) -> None:
         """What a published hand-off took; one that moved nothing, or in one thread, has no tail."""
         on = self._on
         if measured.parked_ns:
             on.parked.labels(decoder).observe(measured.parked_ns * _S)
-        if local or not measured.imports or not measured.kv_nbytes:
+        if figures.moved(event) is None:
             return
         on.transfer_bytes.labels(decoder).observe(measured.kv_nbytes)
         on.imported.labels(decoder).inc(measured.kv_nbytes)
         early = min(measured.nbytes_before_final, measured.kv_nbytes)
         on.imported_early.labels(decoder).inc(early)
         on.import_time.labels(decoder, route).observe(measured.import_ns * _S)
-        if not measured.source_final_ns or measured.tail_ns < 0:
-            return
-        on.tail.labels(decoder, route).observe(measured.tail_ns * _S)
-        if measured.import_ns >= TIMER_NOISE_NS:
-            share = 1 - measured.tail_ns / measured.import_ns
+        tail_ns, share = figures.tail_ns(event), figures.hidden_share(event)
+        if tail_ns is not None:
+            on.tail.labels(decoder, route).observe(tail_ns * _S)
+        if share is not None:
             on.hidden.labels(decoder, route).observe(share)
 
-    def _count_prompt(
-        self, event: ChoiceEnded, record: RequestRecord | None, *, local: bool
-    ) -> None:
+    def _count_prompt(self, event: ChoiceEnded, record: RequestRecord | None) -> None:
         model, total = self._model(record), event.num_prompt_tokens
         reuse = event.ended.reuse
         cached = 0 if reuse is None else min(reuse.positions, total)
-        computed = local or (reuse is not None and reuse.remainder == "owner")
-        rest = "computed" if computed else "transferred"
+        rest = "computed" if figures.computed_by_owner(event) else "transferred"
         self._on.prompt_tokens.labels(model, "cached").inc(cached)
         self._on.prompt_tokens.labels(model, rest).inc(total - cached)
         if reuse is not None:
@@ -253,29 +260,35 @@ class Metrics:
         for state in words.DECODER_STATES:
             self._on.decoder_state.labels(decoder, state).set(state == event.state)
         if event.state != "ready":
-            self._clear(decoder)
+            self._hold(decoder, nothing(self._sources(decoder)))
 
     def _looked(self, event: Looked) -> None:
         decoder = one_of(event.decoder, self._decoders)
         incarnation, report = event.incarnation, event.report
-        rejects, restarts = Counts[str](), Counts[str]()
+        rejects, restarts, failures = Counts[str](), Counts[str](), 0
         for section, name, count in report.statistics:
             if section == "dropped":
                 rejects[one_of(name, words.REJECTS)] += count
+            elif (section, name) == ("restarts", "start_failed"):
+                failures += count
         for source in report.sources:
-            restarts[self._source(decoder, source.name)] += source.restarts
+            if source.name != OWN_ENGINE:  # it is in the owner's own process
+                restarts[one_of(source.name, self._sources(decoder))] += source.restarts
         for reason, count in rejects.items():
             new = self._new(incarnation, count, "rejects", decoder, reason)
             self._on.rejects.labels(decoder, reason).inc(new)
         for name, count in restarts.items():
             new = self._new(incarnation, count, "restarts", decoder, name)
             self._on.source_restarts.labels(decoder, name).inc(new)
+        new = self._new(incarnation, failures, "start failures", decoder)
+        self._on.start_failures.labels(decoder).inc(new)
         current = incarnation >= self._incarnations.get(decoder, 0)
         if current and self._states.get(decoder, "ready") == "ready":
-            self._hold(decoder, report)
+            self._hold(decoder, holdings_of(report, self._sources(decoder)))
 
-    def _source(self, decoder: str, name: str) -> str:
-        return one_of(name, self._decoders.get(decoder, ()))
+    def _sources(self, decoder: str) -> Collection[str]:
+        """Whose slots are told: its sources and the owner's own engine."""
+        return self._decoders.get(decoder, ())
 
     def _new(self, incarnation: int, count: int, *key: str) -> int:
         """How much of an owner's count is new since it was last looked at."""
@@ -286,45 +299,24 @@ class Metrics:
         self._seen[key] = _Seen(incarnation, max(count, before))
         return max(0, count - before)
 
-    def _hold(self, decoder: str, report: Inspected) -> None:
-        """What the owner holds now; closed sets are told whole, zeros included."""
-        lanes = Counts(one_of(lane.state, words.LANE_STATES) for lane in report.lanes)
-        lanes["free"] = report.lanes_free
-        names = {each.source: self._source(decoder, each.name) for each in report.sources}
-        slots = Counts(
-            (names.get(slot.source, OTHER), one_of(slot.state, words.SLOT_STATES))
-            for slot in report.slots
-        )
-        sources = Counts(one_of(each.state, words.SOURCE_STATES) for each in report.sources)
-        self._set(decoder, lanes, slots, sources)
-        # Said twice by an owner: its counts are there even if the lines did not fit its message.
-        counted = {(section, name): count for section, name, count in report.statistics}
-        apart = counted.get(("lanes", "quarantined"), lanes["quarantined"])
-        self._on.quarantined_lanes.labels(decoder).set(apart)
-        listed = sum(count for (_, state), count in slots.items() if state == "quarantined")
-        apart = counted.get(("slots", "quarantined"), listed)
-        self._on.quarantined_slots.labels(decoder).set(apart)
-
-    def _clear(self, decoder: str) -> None:
-        """An owner that is not ready holds nothing; what it had apart went with its process."""
-        self._set(decoder, Counts(), Counts(), Counts())
-        self._on.quarantined_lanes.labels(decoder).set(0)
-        self._on.quarantined_slots.labels(decoder).set(0)
-
-    def _set(
-        self,
-        decoder: str,
-        lanes: Counts[str],
-        slots: Counts[tuple[str, str]],
-        sources: Counts[str],
-    ) -> None:
+    def _hold(self, decoder: str, held: Holdings) -> None:
+        """What the owner holds now; what is not known has no series."""
         for state in words.LANE_STATES:
-            self._on.lanes.labels(decoder, state).set(lanes[state])
+            _set(self._on.lanes, held.lanes.get(state), decoder, state)
         for state in words.SOURCE_STATES:
-            self._on.sources.labels(decoder, state).set(sources[state])
-        for source in self._decoders.get(decoder, ()):
+            _set(self._on.sources, held.sources.get(state), decoder, state)
+        for source in (*self._sources(decoder), OTHER):
             for state in words.SLOT_STATES:
-                self._on.slots.labels(decoder, source, state).set(slots[source, state])
+                _set(self._on.slots, held.slots.get((source, state)), decoder, source, state)
+        self._on.quarantined_lanes.labels(decoder).set(held.apart_lanes)
+        self._on.quarantined_slots.labels(decoder).set(held.apart_slots)
+
+
+def _set(gauge: Gauge, count: int | None, *labels: str) -> None:
+    if count is None:
+        gauge.remove(*labels)
+    else:
+        gauge.labels(*labels).set(count)
 
 
 def _finished_reason(record: RequestRecord, terminal: Terminal) -> str:

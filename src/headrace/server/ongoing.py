@@ -48,6 +48,16 @@ class RequestRecord:
         return sum(choice.num_tokens for choice in self.choices.values())
 
     @property
+    def num_intervals(self) -> int:
+        """What was traced of it, of all choices."""
+        ended = (choice.ended for choice in self.choices.values())
+        return sum(
+            len(each.source_intervals) + len(each.owner_intervals)
+            for each in ended
+            if each is not None
+        )
+
+    @property
     def over(self) -> bool:
         """Whether nothing more is to be heard of it."""
         return self.answered is not None and not self.out

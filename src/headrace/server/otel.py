@@ -1,12 +1,15 @@
 """Requests as OpenTelemetry spans: one per request, under it its hand-offs and their layer groups.
 
-Spans are made when a request is over, from the same readings as its figures. They say on which
-clock they were read, host, device or fake, and claim nothing about kernels.
+Spans are made when a request is over, in a thread of their own, from the same readings as its
+figures. They say on which clock they were read, host, device or fake, and claim nothing about
+kernels.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
@@ -18,18 +21,28 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from headrace.messages import Interval, Measured
+from headrace.server import figures
+from headrace.server.backlog import Backlog
 from headrace.server.events import Answered, ChoiceEnded, Event
-from headrace.server.label_words import outcome_of
+from headrace.server.label_words import ROUTES, outcome_of
 from headrace.server.layer_groups import LayerGroup, layer_groups
 from headrace.server.ongoing import ChoiceRecord, Ongoing, RequestRecord
 from headrace.server.spans import epoch_offset_ns
 from headrace.server.terminals import Terminal
 from headrace.version import VERSION
 
+_log = logging.getLogger("headrace.server")
+
 Attributes: TypeAlias = dict[str, str | int | float | bool]
 
 MAX_QUEUED: Final = 8192
 """Spans that wait to be sent; the oldest are dropped beyond it."""
+
+MAX_RECORDS: Final = 1024
+"""Requests whose spans are still to be made; those beyond it get none."""
+
+MAX_INTERVALS: Final = 100_000
+"""The same of their intervals, all together: some 30 MB."""
 
 MAX_GROUPS: Final = 64
 """Layer groups of one hand-off that get a span; how many there were is an attribute."""
@@ -39,6 +52,7 @@ EXPORT_TIMEOUT_S: Final = 5.0
 _BATCH: Final = 512
 _EVERY_MS: Final = 1000
 _INTERRUPT_S: Final = 0.5  # of the time to close: for a sender that was told to give up
+_SAY_EVERY_S: Final = 60.0
 
 _OPERATIONS: Final = {"chat": "chat", "completions": "text_completion"}
 _PATHS: Final = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -83,26 +97,46 @@ class OtelSpans:
         self._offset_ns = epoch_offset_ns()
         self._ongoing = Ongoing()
         self._closed = False
+        self._said_s = -_SAY_EVERY_S
+        self._backlog = Backlog(
+            "spans", self._tell, max_items=MAX_RECORDS, max_weight=MAX_INTERVALS
+        )
+
+    @property
+    def dropped(self) -> int:
+        """Requests that got no spans, since too many waited for theirs."""
+        return self._backlog.dropped
 
     def take(self, event: Event) -> None:
         """Hear one event; a listener of `Events`. None is heard once it is closed."""
         if not self._closed:
-            for record in self._ongoing.take(event):
-                self._tell(record)
+            self._offer(self._ongoing.take(event))
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Send what is left, within `timeout_s`; the rest is dropped. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        for record in self._ongoing.give_up():
-            self._tell(record)
+        until_s = time.monotonic() + max(0.0, timeout_s - _INTERRUPT_S)
+        self._offer(self._ongoing.give_up())
+        self._backlog.close(max(0.0, timeout_s - _INTERRUPT_S))
+        if self.dropped:
+            _log.warning("%d request(s) got no spans: too many waited for theirs", self.dropped)
         ending = threading.Thread(target=self._batches.shutdown, daemon=True)
         ending.start()
-        ending.join(max(0.0, timeout_s - _INTERRUPT_S))
+        ending.join(max(0.0, until_s - time.monotonic()))
         if ending.is_alive():  # it waits for a collector that does not answer
             self._sender.shutdown()
             ending.join(min(timeout_s, _INTERRUPT_S))
+
+    def _offer(self, records: Sequence[RequestRecord]) -> None:
+        for record in records:
+            taken = self._backlog.offer(record, record.num_intervals)
+            now_s = time.monotonic()
+            if not taken and now_s - self._said_s >= _SAY_EVERY_S:
+                self._said_s = now_s
+                told = "spans are made too slowly: %d request(s) got none by now"
+                _log.warning(told, self.dropped)
 
     # The spans of one request.
 
@@ -141,12 +175,14 @@ class OtelSpans:
         ended_ns = max(choice.last_token_ns, answered_ns) if ended is None else ended.at_ns
         span = self._start(parent, "hand-off", sent_ns, attributes)
         if ended is not None:
-            self._tell_handoff(span, choice, ended)
+            self._tell_handoff(span, record, choice, ended)
         span.end(self._at(max(ended_ns, sent_ns)))
 
-    def _tell_handoff(self, span: Span, choice: ChoiceRecord, event: ChoiceEnded) -> None:
+    def _tell_handoff(
+        self, span: Span, record: RequestRecord, choice: ChoiceRecord, event: ChoiceEnded
+    ) -> None:
         ended, measured = event.ended, event.ended.measured
-        span.set_attributes(_handoff_attributes(event))
+        span.set_attributes(_handoff_attributes(record, event))
         if ended.outcome == "failed":
             span.set_status(Status(StatusCode.ERROR, ended.reason[:MAX_TEXT]))
         for text in ended.attempts:
@@ -165,18 +201,18 @@ class OtelSpans:
             if each.kind == "parked":
                 self._child(span, "parked", each.begun_ns, each.ended_ns, _clock_of(each))
         if measured is not None:
-            self._tell_measured(span, measured)
+            self._tell_measured(span, event, measured)
         if choice.first_token_ns:
             tokens: Attributes = {"gen_ai.usage.output_tokens": event.num_tokens}
             begun_ns = choice.first_token_ns
             self._child(span, "decode", begun_ns, choice.last_token_ns, tokens)
 
-    def _tell_measured(self, span: Span, measured: Measured) -> None:
+    def _tell_measured(self, span: Span, event: ChoiceEnded, measured: Measured) -> None:
         begun_ns, final_ns = measured.prefill_begun_ns, measured.source_final_ns
         host: Attributes = {"headrace.clock": "host"}
         if begun_ns and final_ns:
             self._child(span, "prefill", begun_ns, final_ns, host)
-        if final_ns and measured.imports and measured.tail_ns >= 0:
+        if figures.tail_ns(event) is not None:
             tail_ns = measured.tail_begun_ns, measured.published_ns
             self._child(span, "transfer tail", *tail_ns, host)
 
@@ -242,23 +278,27 @@ def _request_attributes(record: RequestRecord, operation: str, answered: Answere
     return found
 
 
-def _handoff_attributes(event: ChoiceEnded) -> Attributes:
+def _handoff_attributes(record: RequestRecord, event: ChoiceEnded) -> Attributes:
     ended, measured = event.ended, event.ended.measured
     found: Attributes = {"headrace.attempts": len(ended.attempts) + 1}
+    route = record.arrived.route if ended.choice is None else ended.choice.route
+    if route in ROUTES:  # `auto` that came to no choice took none
+        found["headrace.route"] = route
     if ended.choice is not None:
-        found["headrace.route"] = ended.choice.route
         found["headrace.route.reason"] = ended.choice.reason[:MAX_TEXT]
     if ended.reuse is not None:
         found["gen_ai.usage.cache_read.input_tokens"] = ended.reuse.positions
     if measured is not None:
         found |= {
             "headrace.kv_bytes": measured.kv_nbytes,
-            "headrace.kv_bytes_before_prefill_end": measured.nbytes_before_final,
-            "headrace.import_s": measured.import_ns / 1e9,
             "headrace.parked_s": measured.parked_ns / 1e9,
         }
-        if measured.source_final_ns and measured.imports and measured.tail_ns >= 0:
-            found["headrace.transfer_tail_s"] = measured.tail_ns / 1e9
+    moved, tail_ns = figures.moved(event), figures.tail_ns(event)
+    if moved is not None:
+        found["headrace.kv_bytes_before_prefill_end"] = moved.nbytes_before_final
+        found["headrace.import_s"] = moved.import_ns / 1e9
+    if tail_ns is not None:
+        found["headrace.transfer_tail_s"] = tail_ns / 1e9
     return found
 
 

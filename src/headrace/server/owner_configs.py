@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from headrace.backends.load import check_name, size_options
 from headrace.errors import Refused
 from headrace.runtime.config import OwnerConfig, SourceConfig
 from headrace.runtime.interpreters import check_interpreter
 from headrace.runtime.pairs import (
+    ATOM,
     LANES,
+    NULL,
     REPLAY,
     RNGD_DTYPE,
     Spelling,
@@ -30,6 +32,10 @@ from headrace.runtime.supervisor import RestartPolicy
 from headrace.server.config import DecoderTable, RequestConfig, RestartTable, ServeConfig
 
 REPLAYED_VOCABULARY = 256  # bytes, which every tokenizer has ids for
+
+
+KEEP_NOTHING: Final = (ATOM, NULL)
+"""The listed decoders that keep no prompts."""
 
 
 class OwnerStart(NamedTuple):
@@ -65,6 +71,7 @@ def owner_config(
         **options_of(table.decoder, own, compiled=_compiled(table)),
         **size_options(table.decoder, lanes=table.lanes or LANES, context=table.context),
         **({"decode_batch": table.decode_batch} if table.decode_batch > 1 else {}),
+        **({"keep_nbytes": table.keep_bytes} if table.keep_bytes else {}),
         **table.options,
     }
     spelling = spelling_of(place)
@@ -130,6 +137,7 @@ def check_table(table: DecoderTable, *, place: str = "decoders[0]") -> None:
         decode_batch=table.decode_batch,
         spelling=spelling,
     )
+    _check_kept(table, place)
     for index, source in enumerate(table.sources):
         spelling = spelling_of(place, index)
         _check_listed("source", source.source, spelling)
@@ -140,6 +148,12 @@ def dtype_of(table: DecoderTable) -> str:
     """The dtype of weights and cache, which a decoder and all its sources share."""
     wanted = {dtype_for(source.source, table.dtype) for source in table.sources}
     return RNGD_DTYPE if RNGD_DTYPE in wanted else wanted.pop()
+
+
+def kept_nbytes(table: DecoderTable) -> int:
+    """Bytes for prompts that a decoder keeps, by either way to say it."""
+    kept = table.options.get("keep_nbytes", table.keep_bytes)
+    return kept if type(kept) is int else 0
 
 
 def spelling_of(place: str, source: int = 0) -> Spelling:
@@ -179,6 +193,20 @@ def _sources(table: DecoderTable, model: dict[str, Any], *, place: str) -> tuple
             )
         )
     return tuple(made)
+
+
+def _check_kept(table: DecoderTable, place: str) -> None:
+    if table.keep_bytes and table.decoder in KEEP_NOTHING:
+        raise Refused(
+            f"{place}.keep_bytes is {table.keep_bytes} and decoder {table.decoder} keeps no "
+            "prompts; leave it out",
+            field="keep_bytes",
+        )
+    if table.keep_bytes and "keep_nbytes" in table.options:
+        raise Refused(
+            f"{place}.keep_bytes is given and keep_nbytes in {place}.options; leave one out",
+            field="keep_bytes",
+        )
 
 
 def _check_listed(role: str, name: str, spelling: Spelling) -> None:

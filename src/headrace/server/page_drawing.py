@@ -35,6 +35,7 @@ def draw(request: int, choice: int, run: Run) -> Drawing:
     begun_ns, ended_ns = _frame(aligned)
     granted_ns = aligned.moment_ns("granted")
     origin_ns = begun_ns if granted_ns is None else granted_ns
+    tail = aligned.tail if aligned.of("import") and not aligned.is_local else None
 
     def us(at_ns: int) -> float:
         return (at_ns - origin_ns) / 1e3
@@ -61,7 +62,7 @@ def draw(request: int, choice: int, run: Run) -> Drawing:
         source=tuple(bars(_SOURCE)) if comparable else (),
         owner=tuple(bars(_OWNER)),
         marks=tuple(_marks(aligned, origin_ns, ended_ns)),
-        tail=None if aligned.tail is None else (us(aligned.tail[0]), us(aligned.tail[1])),
+        tail=None if tail is None else (us(tail[0]), us(tail[1])),
     )
 
 

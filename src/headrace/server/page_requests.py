@@ -8,7 +8,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
-from headrace.messages import Ended, RequestHeld
+from headrace.messages import RequestHeld
+from headrace.server import figures
 from headrace.server.events import Answered, Arrived, ChoiceEnded
 from headrace.server.page_drawing import draw
 from headrace.server.page_state import (
@@ -18,8 +19,7 @@ from headrace.server.page_state import (
     OpenChoice,
     OpenRequest,
 )
-from headrace.telemetry.recording import LOCAL_GRANT, Run
-from headrace.telemetry.report import TIMER_NOISE_NS
+from headrace.telemetry.recording import Run
 
 MAX_SHOWN_TEXT: Final = 400
 
@@ -230,9 +230,7 @@ def kept_of(arrived: Arrived) -> Arrived:
 def _result(arrived: Arrived, event: ChoiceEnded, *, traced: bool) -> EndedChoice:
     ended = event.ended
     measured, reuse = ended.measured, ended.reuse
-    tail_ns, local = _tail_ns(ended), _is_local(event)
-    alone_ns = 0 if measured is None else measured.import_ns
-    hidden = tail_ns is not None and not local and alone_ns >= TIMER_NOISE_NS
+    tail_ns, moved = figures.tail_ns(event), figures.moved(event)
     return EndedChoice(
         choice=event.choice,
         decoder=event.decoder,
@@ -243,30 +241,15 @@ def _result(arrived: Arrived, event: ChoiceEnded, *, traced: bool) -> EndedChoic
         why="" if ended.choice is None else short(ended.choice.reason),
         tokens=event.num_tokens,
         cached_tokens=0 if reuse is None else reuse.positions,
-        local=local,
+        local=figures.computed_by_owner(event),
         tail_s=None if tail_ns is None else tail_ns / 1e9,
-        alone_s=alone_ns / 1e9 if alone_ns else None,
-        hidden_share=1 - tail_ns / alone_ns if hidden and tail_ns is not None else None,
-        bytes_before_prefill_end=None if measured is None else measured.nbytes_before_final,
+        alone_s=None if moved is None else moved.import_ns / 1e9,
+        hidden_share=figures.hidden_share(event),
+        bytes_before_prefill_end=None if moved is None else moved.nbytes_before_final,
         kv_bytes=None if measured is None else measured.kv_nbytes,
         attempts=1 + len(ended.attempts),
         traced=traced,
     )
-
-
-def _tail_ns(ended: Ended) -> int | None:
-    measured = ended.measured
-    if measured is None or not measured.published_ns or measured.tail_ns < 0:
-        return None
-    return measured.tail_ns
-
-
-def _is_local(event: ChoiceEnded) -> bool:
-    """Whether the owner computed the prompt by itself: nothing is hidden in one thread."""
-    reuse = event.ended.reuse
-    if reuse is not None and reuse.remainder == "owner":
-        return True
-    return any(e.kind == "granted" and e.name == LOCAL_GRANT for e in event.owner_intervals)
 
 
 def _run(arrived: Arrived, event: ChoiceEnded) -> Run:

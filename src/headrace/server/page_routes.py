@@ -56,7 +56,7 @@ _TYPES: Final = {
 def routes(recent: Recent, clock: Callable[[], int]) -> list[Route]:
     """The routes, for `GET` and `HEAD`; `clock` tells the ns of the events' clock."""
     content = {name: _content(name) for name in _TYPES}
-    apart = asyncio.Lock()  # drawing and encoding: one at a time, in a thread, so that streams go on
+    apart = asyncio.Lock()  # of drawing and encoding: one at a time, and in a thread
 
     def page_file(name: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:

@@ -42,7 +42,7 @@ class Rates(Struct, frozen=True, kw_only=True):
 
 
 class QueueState(Struct, frozen=True, kw_only=True):
-    """What waits for an owner: choices, and bytes of their prompts."""
+    """What waits for an owner: choices, and their bytes as `queue.max_bytes` bounds them."""
 
     waiting: int
     nbytes: int
@@ -148,8 +148,9 @@ class EndedChoice(Struct, frozen=True, kw_only=True):
     """What a choice came to.
 
     route, why: that it took, and why if `auto` chose it. tail_s: the transfer tail. alone_s: T, the
-    time of its imports. hidden_share: 1 - tail / T, null where T is below timer noise or the owner
-    computed the prompt itself (`local`). bytes_before_prefill_end: imported by then, of kv_bytes.
+    time of its imports. hidden_share: 1 - tail / T, null where T is below timer noise.
+    bytes_before_prefill_end: imported by then, of kv_bytes. None of these four where nothing was
+    moved: all of the prompt was kept, or the owner computed it itself (`local`).
     cached_tokens: positions of kept prompts. traced: whether its intervals are still kept.
     """
 
@@ -247,7 +248,10 @@ class Fault(Struct, frozen=True, kw_only=True):
 
 
 class PageState(Struct, frozen=True, kw_only=True):
-    """All of it. open and ended have the latest first; num_open counts also what is left out."""
+    """All of it. open and ended have the latest first; num_open counts also what is left out.
+
+    recent: how many ended requests are kept.
+    """
 
     version: int
     now_ns: int
@@ -257,6 +261,7 @@ class PageState(Struct, frozen=True, kw_only=True):
     queue: QueueState
     decoders: tuple[DecoderState, ...]
     num_open: int
+    recent: int
     open: tuple[OpenRequest, ...]
     ended: tuple[EndedRequest, ...]
     drawings: tuple[Drawing, ...]

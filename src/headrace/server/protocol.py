@@ -7,8 +7,9 @@ the connection is in. While a request is answered it waits for nothing of its cl
 it stays: an end of what the client sends means that it left, also of one that shut down only that
 direction, since the two look the same.
 
-What is relied on of uvicorn's class, beside the methods of `asyncio.Protocol`: `conn`, `cycle`,
-`flow`, `loop`, `connections`, `on_response_complete`, `send_400_response` and `shutdown`.
+What is relied on of uvicorn's class, beside the methods of `asyncio.Protocol`: `app_state`,
+`conn`, `connections`, `cycle`, `flow`, `loop`, `transport`, `on_response_complete`,
+`send_400_response` and `shutdown`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import select
 import socket
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from http import HTTPStatus
@@ -32,7 +34,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from headrace.server import events
+from headrace.server.descriptors import MAX_REFUSED, SPARE_CONNECTIONS
 from headrace.server.terminals import Ending, Terminal
+
+ABOVE: Final = "above"
+"""In the `state` of a request's scope: its connection came when there were as many as may be."""
 
 READ_WITHIN_S: Final = 60.0
 
@@ -42,23 +48,26 @@ _LEFT = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 @dataclass(frozen=True)
 class Limits:
-    """What a connection may take, in seconds.
+    """How many connections there may be, and what each may take, in seconds.
 
+    spare: connections above the limit whose requests are still read, with `ABOVE` in their state;
+    further ones are closed. max_refused: how many of those at once are told why.
     keep_alive_s: from a response to the next request's first byte. head_within_s: for all of a
     request's head, from its first byte, and for the first one from when the connection was made.
     rest_within_s: for the rest of a body that was answered before it was here. read_within_s: how
     long a client may take nothing of what it is sent. linger_s: for a client that was refused to
-    read why. look_every_s: how exact all this is. max_refused: connections that are told why.
+    read why. look_every_s: how exact all this is.
     """
 
     max_connections: int
+    spare: int = SPARE_CONNECTIONS
+    max_refused: int = MAX_REFUSED
     keep_alive_s: float = 5.0
     head_within_s: float = 30.0
     rest_within_s: float = 5.0
     read_within_s: float = READ_WITHIN_S
     linger_s: float = 1.0
     look_every_s: float = 1.0
-    max_refused: int = 64
 
 
 class Awaits(Enum):
@@ -120,11 +129,17 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._wait_for(Awaits.HEAD, self._limits.head_within_s)
         self._look_later()
-        if len(self.connections) - len(self._among.refused) > self._limits.max_connections:
-            text = f"this server has {self._limits.max_connections} connections, as many as it may"
-            self._refuse(Ending(Terminal.NOT_READY, text, retry_after_s=1.0))
-            if len(self._among.refused) > self._limits.max_refused:
-                transport.abort()
+        above = len(self.connections) - len(self._among.refused) - self._limits.max_connections
+        self.app_state = {**self.app_state, ABOVE: above > 0}
+        if above <= self._limits.spare:
+            return
+        if len(self._among.refused) < self._limits.max_refused:
+            text = (
+                f"more than {self._limits.max_connections} connections are open; come again later"
+            )
+            self._refuse(Ending(Terminal.TOO_MANY_CONNECTIONS, text, retry_after_s=1.0))
+        else:
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._awaits is Awaits.CLOSE:
@@ -151,6 +166,8 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         if self.conn.their_state is h11.SEND_BODY:
             self._wait_for(Awaits.REST, self._limits.rest_within_s)
+        elif self.conn.trailing_data[0]:
+            self._wait_for(Awaits.HEAD, self._limits.head_within_s)
         else:
             self._wait_for(Awaits.NEXT, self._limits.keep_alive_s)
         super().on_response_complete()
@@ -226,7 +243,9 @@ class Connection(H11Protocol):
         self._among.refused.add(self)
         self._wait_for(Awaits.CLOSE, self._limits.linger_s)
         self.transport.write(response_of(ending))
-        self.transport.write_eof()
+        if not self.transport.get_write_buffer_size():
+            with suppress(OSError):  # the client has reset it meanwhile
+                self.transport.write_eof()
 
 
 def response_of(ending: Ending) -> bytes:
@@ -251,7 +270,7 @@ def watch_clients(listening: socket.socket, read_within_s: float = READ_WITHIN_S
     """
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
-        (socket.TCP_KEEPIDLE, int(read_within_s)),
+        (socket.TCP_KEEPIDLE, max(1, int(read_within_s))),
         (socket.TCP_KEEPINTVL, max(1, int(read_within_s / 4))),
         (socket.TCP_KEEPCNT, 4),
         (socket.TCP_USER_TIMEOUT, int(read_within_s * 1000)),

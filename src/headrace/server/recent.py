@@ -140,6 +140,7 @@ class Recent:
             queue=self._queue,
             decoders=tuple(each.state(now_ns, self._notes) for each in decoders),
             num_open=len(self._open),
+            recent=self._kept,
             open=tuple(each.open_state(now_ns, self._held) for each in shown),
             ended=tuple(past.state(now_ns) for past in reversed(self._past.values())),
             drawings=tuple(self._drawings()),

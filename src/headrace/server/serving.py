@@ -18,6 +18,7 @@ from headrace.server.answering import Answering
 from headrace.server.app import build
 from headrace.server.config import ServeConfig
 from headrace.server.decoders import CLOSE_GRACE_S, ServedDecoder
+from headrace.server.descriptors import raise_descriptors
 from headrace.server.dispatch import Dispatcher
 from headrace.server.http import App
 from headrace.server.metrics import Metrics
@@ -27,6 +28,7 @@ from headrace.server.page_routes import routes as page_routes
 from headrace.server.prepared import Prepared, prepare
 from headrace.server.queue import FairQueue
 from headrace.server.recent import Recent
+from headrace.server.stopping import ToldToStop
 from headrace.server.wire import Server, bind, listen, uvicorn_config
 from headrace.version import VERSION
 
@@ -53,15 +55,20 @@ def serve(config: ServeConfig, told: Told) -> int:
     as_json = config.telemetry.log_json
     configure(config.telemetry.log_level, as_json=as_json)
     logging.getLogger(SAID).setLevel(logging.INFO)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # what it says of itself is said here
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # what it says is said here, or no news
+    raise_descriptors(config.http.max_connections)
     told = _log_said if as_json else told
     with bind(config.http) as listening:
         told("checking the config and its models")
-        prepared = prepare(config)
-        listen(listening, config.http)
-        host, port = listening.getsockname()[:2]
-        where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        return asyncio.run(_Serving(config, prepared, told).run(listening, where))
+        try:
+            prepared = prepare(config)
+            listen(listening, config.http)
+            host, port = listening.getsockname()[:2]
+            where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            return asyncio.run(_Serving(config, prepared, told).run(listening, where))
+        except ToldToStop:
+            told("told to stop before it served")
+            return 0
 
 
 def _log_said(line: str, *, level: int = logging.INFO) -> None:

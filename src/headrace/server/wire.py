@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
 import socket
-import time
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, cast
 
-import h11
-import msgspec
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headrace.errors import Refused
 from headrace.server import events
 from headrace.server.config import HttpConfig
+from headrace.server.descriptors import ACCEPTED_AT_ONCE
 from headrace.server.http import App
-from headrace.server.terminals import Ending, Terminal
+from headrace.server.protocol import Connections, Limits, watch_clients
 
 LAST_WORDS_S: Final = 5.0
 """For the responses of what was cut off at the end of a drain."""
 
 BACKLOG: Final = 2048
-SPARE_CONNECTIONS: Final = 64
-"""Above twice `max_connections`: from there on uvicorn answers without asking the application."""
-
-NO_HTTP: Final = "this is no HTTP request that can be read"
+"""Connections that may wait to be accepted; the kernel has a limit of its own."""
 
 
 def bind(http: HttpConfig) -> socket.socket:
@@ -61,7 +56,8 @@ def listen(sock: socket.socket, http: HttpConfig) -> None:
         Refused: another process that had the port too was first.
     """
     try:
-        sock.listen(min(http.max_connections, BACKLOG))
+        watch_clients(sock)
+        sock.listen(BACKLOG)
     except OSError as exc:
         raise Refused(_bind_text(http, exc), field="http.port") from exc
 
@@ -80,6 +76,11 @@ def _bind_text(http: HttpConfig, exc: OSError) -> str:
 class Server(uvicorn.Server):
     """Without signal handlers of its own: who drains is decided elsewhere."""
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for each in sockets or ():  # its backlog is now what asyncio accepts at once, which is few
+            each.listen(BACKLOG)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -87,48 +88,17 @@ class Server(uvicorn.Server):
 
 def uvicorn_config(app: App, told: events.Events, http: HttpConfig) -> uvicorn.Config:
     """How uvicorn serves the application."""
+    limits = Limits(http.max_connections, keep_alive_s=http.keep_alive_s)
     return uvicorn.Config(
         app,
-        http=protocol(told),
+        http=cast(type[asyncio.Protocol], Connections(told, limits)),
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=http.max_header_bytes + 4096,
-        limit_concurrency=2 * http.max_connections + SPARE_CONNECTIONS,
+        backlog=ACCEPTED_AT_ONCE,
         timeout_keep_alive=max(1, int(http.keep_alive_s)),
         timeout_graceful_shutdown=int(LAST_WORDS_S),
     )
-
-
-def protocol(told: events.Events) -> type[H11Protocol]:
-    """Uvicorn's protocol, which tells what is no HTTP as all else that is refused is told."""
-
-    class Protocol(H11Protocol):
-        def send_400_response(self, msg: str) -> None:
-            del msg
-            ending = Ending(Terminal.INVALID, NO_HTTP)
-            told.tell(_rejected(ending))
-            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-                for event in _response(ending):
-                    self.transport.write(self.conn.send(event) or b"")
-            self.transport.close()
-
-    return Protocol
-
-
-def _rejected(ending: Ending) -> events.Rejected:
-    now_ns = time.monotonic_ns()
-    return events.Rejected(now_ns, "other", ending.terminal, ending.status, ending.text)
-
-
-def _response(ending: Ending) -> tuple[h11.Event, ...]:
-    body = msgspec.json.encode(ending.body())
-    headers = [
-        ("content-type", "application/json"),
-        ("content-length", str(len(body))),
-        ("connection", "close"),
-    ]
-    start = h11.Response(status_code=ending.status, headers=headers, reason=b"Bad Request")
-    return start, h11.Data(data=body), h11.EndOfMessage()

@@ -46,6 +46,12 @@ def test_check_refuses_with_one_sentence(file: Path, capsys: pytest.CaptureFixtu
     assert said == (f"headrace: {file}: unknown key `lane` in decoders[0]; did you mean `lanes`?\n")
 
 
+def test_check_says_of_which_file_it_is(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(file.read_text().replace("context = 64", "context = 1000000"))
+    assert run_command(["config", "check", str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"headrace: {file}: decoders[0].context is 1000000")
+
+
 def test_show_fills_in_the_defaults(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["config", "show", str(file)]) == 0
     text = capsys.readouterr().out
@@ -73,3 +79,5 @@ def test_a_line_says_what_a_decoder_takes() -> None:
     assert line_of(unknown).endswith(
         "1 lane and 1 slot, of sizes that its options decide; ready to serve"
     )
+    some = known._replace(unchecked=("the options of a:b", "the device of cuda"))
+    assert line_of(some).endswith("; not checked: the options of a:b, the device of cuda")

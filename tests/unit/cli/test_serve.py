@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -14,7 +16,7 @@ import pytest
 
 from headrace.cli import run_command
 from headrace.cli.serve import NEEDED, ServeOptions, in_flags
-from headrace.errors import BackendUnavailable, Refused
+from headrace.errors import BackendUnavailable, PeerDied, Refused
 from headrace.server.config import ServeConfig
 from tests.unit.server.model_directory import POSITIONS, model_directory
 
@@ -30,12 +32,16 @@ class Serving(ModuleType):
         super().__init__("headrace.server.serving")
         self.config: ServeConfig | None = None
         self.error: Exception | None = None
+        self.signal: signal.Signals | None = None
 
-    def serve(self, config: ServeConfig, told: Callable[[str], None]) -> int:
+    def serve(self, config: ServeConfig, told: Callable[..., None]) -> int:
         self.config = config
+        if self.signal is not None:
+            signal.raise_signal(self.signal)
         if self.error is not None:
             raise self.error
         told("ready")
+        told("it is odd", level=logging.WARNING)
         return 7
 
 
@@ -99,6 +105,7 @@ EVERY = {
     "decode_batch": 2,
     "prefetch_depth": 0,
     "prefill_chunk": 32,
+    "keep_bytes": 1 << 30,
     "control": "/x.sock",
     "route": "streamed",
     "group_layers": 4,
@@ -241,7 +248,46 @@ def test_a_refusal_names_flags_or_keys_as_its_user_wrote_them(
 ) -> None:
     serving.error = Refused("http.host is x")
     assert complaint(capsys, "--model", "m", "--context", "64") == "--host is x"
-    assert complaint(capsys, "--config", file) == "http.host is x"
+    assert complaint(capsys, "--config", file) == f"{file}: http.host is x"
+    serving.error = Refused("127.0.0.1:80 is in use", field="http.port")  # which a flag may give
+    assert complaint(capsys, "--config", file) == "127.0.0.1:80 is in use"
     serving.error = BackendUnavailable("v", "s", "p", "d", "or decoders[0].sources[0].python")
     said = complaint(capsys, "--model", "m", "--context", "64")
     assert said == "v: s: p: d. or --source-python"
+
+
+def test_what_is_odd_is_told_as_a_warning(
+    serving: Serving, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served(serving, "--config", file)
+    assert capsys.readouterr().err == "headrace: ready\nheadrace: warning: it is odd\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_it_serves_ends_it_well(
+    number: signal.Signals, serving: Serving, file: str
+) -> None:
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    serving.signal = number
+    assert run_command(["serve", "--config", file]) == 0
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(Refused("a\nb"), 2), (BackendUnavailable("v", "s", "p", "d", "h"), 2), (PeerDied("x"), 1)],
+)
+def test_where_logs_are_json_so_is_what_ends_it(
+    error: Exception,
+    status: int,
+    serving: Serving,
+    file: str,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    serving.error = error
+    assert run_command(["serve", "--config", file, "--log-json"]) == status
+    assert capsys.readouterr().err == ""
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert " ".join(str(error).splitlines()) in record.getMessage()

@@ -28,6 +28,7 @@ _MATCHER = re.compile(r'(\w+)(=~|!=|!~|=)"([^"]*)"')
 _AGGREGATION = re.compile(r"\b(?:by|on) \(([^)]*)\)")
 
 VALUES: dict[tuple[str, str], set[str]] = {
+    ("headrace_requests", "endpoint"): set(words.ENDPOINTS),
     ("headrace_requests", "terminal"): {each.value for each in Terminal},
     ("headrace_requests", "status"): {*map(str, STATUS.values())},
     ("headrace_handoffs", "outcome"): set(words.OUTCOMES),

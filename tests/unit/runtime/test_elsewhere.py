@@ -21,6 +21,7 @@ from headrace.errors import BackendUnavailable, DeviceError, PeerDied, Refused
 from headrace.process import ChildProcess
 from headrace.runtime import elsewhere
 from headrace.runtime.elsewhere import call
+from headrace.server.stopping import ToldToStop, stoppable
 
 HERE = "tests.unit.runtime.test_elsewhere"
 Told = Callable[[Any], None]
@@ -221,6 +222,19 @@ def test_an_interrupt_that_nobody_answers_is_one() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_signal_that_its_caller_raises_of_ends_it_at_once() -> None:
+    """As a server is stopped that checks what it is started with."""
+    pids: list[int] = []
+
+    def stop(pid: int) -> None:
+        pids.append(pid)
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(ToldToStop), stoppable():
+        there("wait_stubbornly", told=stop)
+    assert not Path(f"/proc/{pids[0]}").exists()
+
+
 def test_a_second_interrupt_ends_it_by_force() -> None:
     def interrupt_twice(value: Any) -> None:
         interrupt(value)
@@ -267,7 +281,7 @@ def test_a_signal_that_was_held_back_stays_so() -> None:
     """By a caller of ours, that is; the child takes it all the same."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        assert signal.SIGINT.value not in there("held_back")
+        assert not {signal.SIGINT.value, signal.SIGTERM.value} & set(there("held_back"))
         assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -61,6 +61,9 @@ class Link:
     def fileno(self) -> int:
         return self.ours.fileno()
 
+    def exit_text(self, timeout_s: float) -> str:
+        return "died (status -9)"
+
     def say(self, *messages: Any) -> None:
         """The owner says these; an error is raised by `receive`."""
         self.heard.extend(messages)

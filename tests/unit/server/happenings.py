@@ -28,6 +28,7 @@ from headrace.server.events import (
     Looked,
     QueueChanged,
     Rejected,
+    Served,
 )
 from headrace.server.metrics import Metrics
 from headrace.server.terminals import STATUS, Terminal
@@ -111,6 +112,8 @@ def report(**more: Any) -> Inspected:
         ("slots", "quarantined", 1),
         ("dropped", "stale", 2),
         ("dropped", "late", 1),
+        ("restarts", "start_failed", 3),
+        ("restarts", "restarted", 1),
     )
     found = Inspected(
         statistics=statistics,
@@ -190,6 +193,7 @@ def one_of_each() -> list[Event]:
         *traced(2),
         arrived(3),
         answered(3, terminal=Terminal.CLIENT_LEFT),
+        Served(0, "models", 200),
         Rejected(0, "completions", Terminal.QUEUE_FULL, 429, "too many wait"),
         looked(),
     ]

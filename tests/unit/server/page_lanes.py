@@ -88,6 +88,7 @@ def figures_of(submitted_ns: int, lanes: Lanes) -> Measured:
         "storage_ns": max((each.ended_ns for each in owner if each.kind == "parked"), default=0),
         "kv_nbytes": sum(each.nbytes for each in imports),
         "nbytes_before_final": sum(e.nbytes for e in imports if e.ended_ns <= final_ns),
+        "imports": len(imports),
         "import_ns": length_ns(union_of(imports)),
     }
     return Measured(**facts)

@@ -93,6 +93,7 @@ def measured(at_ns: int = START, **more: int) -> Measured:
         "first_token_ns": at_ns + 84 * MS,
         "kv_nbytes": 8_000_000,
         "nbytes_before_final": 7_000_000,
+        "imports": 8,
         "import_ns": 16 * MS,
     }
     return Measured(**facts | more)

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("starlette")
 
 from headrace.server.answering import Kind
+from headrace.server.events import Rejected, Served
 from tests.server_stand import CONTEXT, MODEL, Client, Stand, run, served_model
 
 
@@ -125,5 +126,23 @@ def test_tokenize_asks_for_a_model_where_there_are_several() -> None:
         assert (refused.status, refused.error["param"]) == (400, "model")
         assert (await tokenized(stand, b'{"prompt": "hi", "model": "other"}')).status == 200
         assert (await tokenized(stand, b'{"prompt": "hi", "model": "none"}')).status == 404
+
+    run(test)
+
+
+def test_what_asks_nothing_of_an_owner_is_told_of_as_served_or_as_rejected() -> None:
+    async def test() -> None:
+        stand = Stand()
+        for path in ("/v1/models", f"/v1/models/{MODEL}", "/health", "/ready"):
+            await stand.done(stand.get(path))
+        await tokenized(stand, b'{"prompt": "hi"}')
+        told = [(each.endpoint, each.status) for each in stand.of(Served)]
+        assert told == [("models", 200), ("models", 200), ("tokenize", 200)]
+        await tokenized(stand, b"{}")
+        for path in ("/v1/models/nobody", "/nowhere"):
+            await stand.done(stand.get(path))
+        assert len(stand.of(Served)) == len(told)
+        refused = [(each.endpoint, each.status) for each in stand.of(Rejected)]
+        assert refused == [("tokenize", 400), ("models", 404), ("other", 404)]
 
     run(test)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from headrace.engine.capacity import MEMORY_MARGIN_NBYTES
 from headrace.errors import BackendUnavailable, Refused
 from headrace.server import config_checks
-from headrace.server.config_checks import Checked, check_config
+from headrace.server.config_checks import _ARGUMENT_NBYTES, Checked, check_config
 from headrace.server.config_file import parse_config
 from headrace.server.keys import KEY_VARIABLE
 from headrace.server.sizes import Sizes
@@ -34,7 +35,7 @@ def _small_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def takes(monkeypatch: pytest.MonkeyPatch, *, lane: int, slot: int, weights: int) -> None:
     def measured(tables: Any, lanes: Any) -> list[Sizes]:
-        counts = [sum(each.slots for each in table.sources) for table, _ in tables]
+        counts = [sum(each.slots for each in table.sources) for table, *_ in tables]
         return [
             Sizes(lane, slot, lane * number, slot * count, weights)
             for number, count in zip(lanes, counts, strict=True)
@@ -304,6 +305,85 @@ def test_what_may_not_fit_is_warned_of(model: Path, monkeypatch: pytest.MonkeyPa
     (warning,) = checked(config_of(model, own="context = 64\nlanes = 7")).warnings
     assert warning.endswith("this host has 8.59 GB: a model may not load")
     assert checked(config_of(model, own="context = 64\nlanes = 5")).warnings == ()
+
+
+@pytest.mark.parametrize("prefix", ["identical", "shared"])
+def test_a_prefix_that_has_no_effect_is_warned_of(model: Path, prefix: str) -> None:
+    def warnings(own: str, more: str = "", asked: str = prefix) -> tuple[str, ...]:
+        text = config_of(model, own=f"context = 64\n{own}", more=more)
+        return checked(f"{text}\n[requests]\nprefix = '{asked}'").warnings
+
+    said = f"requests.prefix is {prefix} and decoders[0] has no keep_bytes: it has no effect"
+    assert warnings("") == (said,)
+    assert warnings("", asked="off") == ()
+    for own in ("keep_bytes = 4096", "options = { keep_nbytes = 4096 }", "decoder = 'x:y'"):
+        assert warnings(own) == ()
+    own_cache = "[[decoders.sources]]\noptions = { own_cache_nbytes = 4096 }"
+    assert warnings("", own_cache) == ()
+    assert warnings("decoder = 'null'")[-1].endswith(
+        "decoders[0] keeps no prompts: it has no effect"
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ("decoder = 'null'\nkeep_bytes = 1", "decoders[0].keep_bytes is 1 and decoder null keeps"),
+        (
+            "keep_bytes = 1\noptions = { keep_nbytes = 1 }",
+            "decoders[0].keep_bytes is given and keep_nbytes in decoders[0].options; leave one out",
+        ),
+        (
+            f"options = {{ long = '{'x' * 200_000}' }}",
+            "decoders[0]: its settings are 2",
+        ),
+    ],
+)
+def test_options_that_no_owner_could_be_given_are_refused(model: Path, own: str, said: str) -> None:
+    assert refusal(config_of(model, own=f"context = 64\n{own}")).startswith(said)
+
+
+def test_an_owner_takes_the_longest_settings_that_pass(model: Path) -> None:
+    """The bound is the kernel's: an argument just below it starts a process."""
+    subprocess.run(["/bin/true", "--config=" + "x" * _ARGUMENT_NBYTES], check=True)
+    with pytest.raises(OSError, match="Argument list too long"):
+        subprocess.run(["/bin/true", "x" * (1 << 17)], check=False)
+
+
+def test_a_control_socket_of_another_owner_is_warned_of(model: Path, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        other.bind(str(tmp_path / "s"))
+        other.listen()
+        (warning,) = checked(config_of(model, more=f"control = '{tmp_path}/s'")).warnings
+    assert warning.startswith(f"decoders[0].control: an owner listens at {tmp_path}/s")
+    assert checked(config_of(model, more=f"control = '{tmp_path}/s'")).warnings == ()
+
+
+def test_what_only_a_start_can_tell_is_said(
+    model: Path, monkeypatch: pytest.MonkeyPatch, other_python: str
+) -> None:
+    def unchecked(own: str, more: str = "") -> tuple[str, ...]:
+        found = checked(config_of(model, own=f"context = 64\n{own}", more=more))
+        return found.decoders[0].unchecked
+
+    source = "[[decoders.sources]]\nsource = "
+    assert unchecked("", f"{source}'torch'\n{source}'replay'") == ()
+    assert unchecked("decoder = 'a:b'", f"{source}'c:d'\n{source}'c:d'") == (
+        "the options of a:b",
+        "the options of c:d",
+    )
+    python = f"python = '{other_python}'"
+    assert unchecked(f"decoder = 'cuda'\n{python}") == ("the device of cuda",)
+    assert unchecked("", f"{source}'cuda'\n{python}") == ("the device of cuda",)
+    assert unchecked("decoder = 'cuda'", f"{source}'cuda'") == ()
+    rngd = f"{source}'rngd'\n{python}\n"
+    assert unchecked("", rngd) == ("the device of rngd",)
+    assert unchecked("", f"{rngd}emulate = true") == ()
+    atom = f"decoder = 'atom'\ncompiled = '{model}'\n{python}\noptions = "
+    assert unchecked(f"{atom}{{}}") == ("the device of atom",)
+    assert unchecked(f"{atom}{{ sdk = 'a:b' }}") == ()
+    monkeypatch.setattr(config_checks, "can_measure", lambda: False)
+    assert unchecked("") == ("options and sizes, which torch and transformers are needed for",)
 
 
 def test_what_is_odd_is_warned_of(model: Path) -> None:

@@ -191,3 +191,45 @@ def test_reading_a_config_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+SOURCE = "[[decoders.sources]]\n"
+NO_DATE = "is a date or a time, which no option is; put it in quotes"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("a = 2026-01-01", f"a {NO_DATE}"),
+        ("a = 2026-01-01T00:00:00Z", f"a {NO_DATE}"),
+        ("a = [{ b = 07:32:00 }]", f"a[0].b {NO_DATE}"),
+        ("a = nan", "a is nan; give a number"),
+        ("a = { b = [1, -inf] }", "a.b[1] is -inf; give a number"),
+        ("a = 18446744073709551616", "a has more than 64 bits; give a smaller number"),
+    ],
+)
+def test_options_that_no_engine_could_be_handed_are_refused(options: str, said: str) -> None:
+    for table, place in (("", "decoders[0].options"), (SOURCE, "decoders[0].sources[0].options")):
+        assert refusal(f"{ONE}{table}options = {{ {options} }}") == f"{place}.{said}"
+
+
+def test_names_that_metrics_give_to_something_else_are_refused() -> None:
+    assert refusal(f"{ONE}name = 'other'").startswith("decoders[0].name is other, which metrics")
+    for name in ("other", "owner"):
+        said = refusal(f"{ONE}{SOURCE}{SOURCE}name = '{name}'")
+        assert said.startswith(f"decoders[0].sources[1].name is {name}, which metrics and logs")
+    assert parse_config(f"{ONE}name = 'owner'", "f").decoders[0].name == "owner"
+
+
+@pytest.mark.parametrize("code", ["000a", "0000", "001b", "0085", "202e", "200b", "2028", "feff"])
+def test_a_served_name_has_no_character_that_is_not_seen(code: str) -> None:
+    said = refusal(f'{ONE}served_as = ["x", "a\\u{code}b"]')
+    assert said.startswith("decoders[0].served_as[1] is 'a\\")
+    assert said.isprintable()
+    assert parse_config(f"{ONE}served_as = ['a b', 'o/m:1', 'モデル']", "f")
+
+
+def test_a_mark_of_the_byte_order_is_no_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "f.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + ONE.encode())
+    assert read_config(path) == parse_config(ONE, "f")

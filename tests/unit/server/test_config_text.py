@@ -26,9 +26,9 @@ FULL = ServeConfig(
         DecoderTable(
             model="a/b",
             name="x",
-            served_as=('q"uote', "ü\u2028\x7f"),
+            served_as=('q"uote', "ü"),
             lanes=3,
-            options={"deep": {"a b": [1, 2.5, True]}, "text": "line\nline\\"},
+            options={"deep": {"a b": [1, 2.5, True]}, "text": "line\nline\\ü\u2028\x7f"},
             sources=(SourceTable(), SourceTable(source="m:f", python="/a b/python", slots=1)),
         ),
         DecoderTable(model="c", sources=(SourceTable(emulate=True, name="e"),)),

@@ -25,6 +25,7 @@ from headrace.messages import (
     Withdraw,
 )
 from headrace.server import decoders, events
+from headrace.server.label_words import outcome_of
 from headrace.server.terminals import Terminal
 from tests.server_stand import ended
 from tests.unit.server.decoder_stand import Fix, report, room, run, scripted_links, source, up
@@ -111,6 +112,10 @@ def test_a_choice_that_cannot_be_told_fails_alone(
         assert first.failure is not None
         assert (first.failure.terminal, first.failure.field) == (terminal, field)
         assert fix.over == [first]
+        (told,) = [each for each in fix.events if isinstance(each, events.ChoiceEnded)]
+        assert (told.choice, told.ended.outcome, told.ended.reason) == (0, "failed", str(error))
+        refused = terminal is not Terminal.BUG
+        assert (outcome_of(told.ended) == "refused") == refused
         assert link.told[-1][1] == 1
         await fix.say(replace(ended(), label=1))
         assert second.failure is None

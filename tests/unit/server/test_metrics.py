@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from msgspec.structs import replace
@@ -16,22 +16,17 @@ from prometheus_client.parser import text_string_to_metric_families as text_form
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from headrace.messages import Reuse, RouteChoice
-from headrace.runtime.probe import Probe
-from headrace.runtime.requests import RequestOptions
-from headrace.runtime.routing import RouteChooser
+from headrace.messages import ChoiceKind, Reuse, RouteChoice, SlotHeld, SourceHeld
+from headrace.runtime.roster import OWN_ENGINE
 from headrace.server import label_words
-from headrace.server.events import Arrived, Event, Events, QueueChanged, Rejected
-from headrace.server.label_words import OTHER, ROUTE_REASONS, route_reason
+from headrace.server.events import Arrived, Event, Events, QueueChanged, Rejected, Served
+from headrace.server.label_words import OTHER, ROUTE_REASONS
 from headrace.server.metrics import Metrics
 from headrace.server.metrics_route import metrics_route
 from headrace.server.ongoing import MAX_LINGERING, Ongoing
 from headrace.server.terminals import STATUS, Terminal
-from headrace.telemetry.recording import LOCAL_GRANT
-from tests.unit.runtime import test_routing as routing
 from tests.unit.server import happenings as on
 from tests.unit.server.happenings import DECODER, MODEL, MS, SOURCE
-from tests.unit.telemetry.scenes import at
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 
@@ -156,6 +151,29 @@ def test_a_refused_request_is_counted_by_its_terminal_and_the_queue_is_told() ->
     assert value(metrics, "queue_bytes") == 4_000
 
 
+@pytest.mark.parametrize("endpoint", ["tokenize", "models"])
+def test_what_is_answered_without_an_owner_is_counted_too(endpoint: Any) -> None:
+    metrics = told([Served(0, endpoint, 200), Served(0, endpoint, 200)])
+    labels = {"endpoint": endpoint, "terminal": "finished", "status": "200"}
+    assert value(metrics, "requests_total", **labels) == 2
+
+
+def test_each_end_of_a_completion_is_there_before_it_first_happens() -> None:
+    """A series that begins with its first count has no rate, and raises no alarm."""
+    metrics = on.metrics()
+    for endpoint in ("completions", "chat"):
+        for terminal, status in STATUS.items():
+            labels = {"terminal": terminal.value, "status": str(status)}
+            assert value(metrics, "requests_total", endpoint=endpoint, **labels) == 0
+    before = samples(metrics)
+    answers = [on.answered(1, terminal=terminal) for terminal in Terminal]
+    metrics.take(on.arrived())
+    for answer in answers:
+        metrics.take(answer)
+    ended = {key for key in samples(metrics) if key[0] == "headrace_requests_total"}
+    assert {dict(labels)["endpoint"] for _, labels in ended - set(before)} == {OTHER}
+
+
 # Hand-offs.
 
 
@@ -201,6 +219,7 @@ def test_a_rate_of_bytes_is_over_the_time_of_all_imports_not_of_the_last() -> No
         ({"published_ns": 119 * MS}, 0, 0),  # readings that contradict each other
         ({"source_final_ns": 0, "storage_ns": 1}, 0, 0),  # nobody told when the prefill ended
         ({"imports": 0, "import_ns": 0}, 0, 0),  # all of it was kept
+        ({"kv_nbytes": 0}, 0, 0),  # a prompt of which nothing is to be moved
         ({"published_ns": 420 * MS}, 1, 1),  # a share below zero is told as it is
     ],
 )
@@ -216,26 +235,21 @@ def test_what_is_no_figure_is_not_observed(
         assert "-10.0" not in shares(metrics)
 
 
-def granted(name: str) -> Any:
-    return (at("granted", 0, name=name),)
-
-
 @pytest.mark.parametrize(
-    ("reuse", "owner", "tokens"),
+    ("reuse", "local", "tokens"),
     [
-        (None, "prefill", {"transferred": 100}),
-        (None, LOCAL_GRANT, {"computed": 100}),
-        (Reuse(0, "source", ""), "prefill", {"transferred": 100}),
-        (Reuse(30, "source", ""), "prefill", {"cached": 30, "transferred": 70}),
-        (Reuse(30, "owner", ""), "prefill", {"cached": 30, "computed": 70}),
-        (Reuse(100, "none", ""), "prefill", {"cached": 100}),
+        (None, False, {"transferred": 100}),
+        (None, True, {"computed": 100}),
+        (Reuse(0, "source", ""), False, {"transferred": 100}),
+        (Reuse(30, "source", ""), False, {"cached": 30, "transferred": 70}),
+        (Reuse(30, "owner", ""), False, {"cached": 30, "computed": 70}),
+        (Reuse(100, "none", ""), False, {"cached": 100}),
     ],
 )
 def test_the_sources_of_prompt_tokens_sum_to_the_prompt(
-    reuse: Reuse | None, owner: str, tokens: dict[str, int]
+    reuse: Reuse | None, local: bool, tokens: dict[str, int]
 ) -> None:
-    ended = on.ended(reuse=reuse)
-    metrics = told(on.finished(ended=ended, owner_intervals=granted(owner)))
+    metrics = told(on.finished(ended=on.ended(reuse=reuse, local=local)))
     found = {
         source: value(metrics, "prompt_tokens_total", model_name=MODEL, source=source)
         for source in label_words.TOKEN_SOURCES
@@ -268,19 +282,18 @@ def test_only_what_was_published_counts_as_prompt_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attempts", "owner", "retries", "local"),
+    ("attempts", "retries", "local"),
     [
-        ((), "prefill", 0, 0),
-        (("it died", "it died again"), "prefill", 2, 0),
-        (("it died",), LOCAL_GRANT, 0, 1),
-        ((), LOCAL_GRANT, 0, 1),  # no source was in service
+        ((), 0, False),
+        (("it died", "it died again"), 2, False),
+        (("it died",), 0, True),
+        ((), 0, True),  # no source was in service
     ],
 )
 def test_attempts_that_followed_others(
-    attempts: tuple[str, ...], owner: str, retries: int, local: int
+    attempts: tuple[str, ...], retries: int, local: bool
 ) -> None:
-    ended = on.ended(attempts=attempts)
-    metrics = told(on.finished(ended=ended, owner_intervals=granted(owner)))
+    metrics = told(on.finished(ended=on.ended(attempts=attempts, local=local)))
     assert value(metrics, "fallback_total", decoder=DECODER, reason="retry") == retries
     assert value(metrics, "fallback_total", decoder=DECODER, reason="local") == local
     tails = value(metrics, "transfer_tail_seconds_count", decoder=DECODER, route="streamed")
@@ -312,31 +325,12 @@ def test_routes_that_were_asked_for_and_those_that_auto_took() -> None:
     assert value(metrics, "handoffs_total", decoder=DECODER, outcome=OTHER) == 1
 
 
-def no_probe() -> Probe:
-    raise OSError("no clock")
-
-
-def test_every_reason_that_auto_tells_has_a_word() -> None:
-    """The sentences are of `headrace.runtime.routing`: one that is new or changed fails here."""
-    auto = RequestOptions(route="auto")
-    empty = routing.plan_of(100)
-    empty.nbytes = 0
-    long = routing.plan_of(4000)
-    choices = [
-        chooser.choose(routing.SOURCE, plan, auto, emits).choice
-        for chooser, plan, emits in (
-            (routing.chooser(), routing.plan_of(1), routing.BOTH),
-            (routing.chooser(), routing.plan_of(64, layers=1), routing.BOTH),
-            (routing.chooser(), long, ()),
-            (routing.chooser(), empty, routing.BOTH),
-            (RouteChooser(no_probe), long, routing.BOTH),
-        )
-    ]
-    learned = routing.chooser()
-    choices += [routing.serve_by_auto(learned, long) for _ in range(2)]
-    told_reasons = [route_reason(choice.reason) for choice in choices]
-    assert sorted(told_reasons) == sorted(set(ROUTE_REASONS) - {"asked", OTHER})
-    assert route_reason("because") == OTHER
+@pytest.mark.parametrize("kind", get_args(ChoiceKind))
+def test_why_auto_took_a_route_is_a_word_whatever_it_tells_a_reader(kind: Any) -> None:
+    chosen = on.ended(choice=RouteChoice("whole", 1, 0, "as it were", kind))
+    metrics = told([on.arrived(route="auto"), on.choice_ended(ended=chosen)])
+    assert value(metrics, "route_total", decoder=DECODER, route="whole", reason=kind) == 1
+    assert kind in ROUTE_REASONS
 
 
 # Owners.
@@ -369,6 +363,72 @@ def test_what_an_owner_holds() -> None:
     assert held_of("quarantined_lanes") == held_of("quarantined_slots") == {(DECODER,): 1}
     assert held_of("decoder_up") == {(DECODER,): 1}
     assert held_of("decoder_state") == {(DECODER, "ready"): 1}
+
+
+def test_the_owners_own_engine_is_none_of_its_sources() -> None:
+    """Else an owner that computes by itself would look as if it had one in service."""
+    for state in ("in service", "set aside"):
+        own = SourceHeld(9, OWN_ENGINE, state, "", 0, 0)
+        slot = SlotHeld(9, 0, 1, "free", None, (), 0)
+        gone = [replace(each, state="set aside") for each in on.report().sources]
+        metrics = told([on.looked(sources=(*gone, own), slots=(slot,))])
+        counts = {
+            each: value(metrics, "sources", decoder=DECODER, state=each)
+            for each in label_words.SOURCE_STATES
+        }
+        assert {each: count for each, count in counts.items() if count} == {"set aside": 2}
+        assert value(metrics, "slots", decoder=DECODER, source=OWN_ENGINE, state="free") == 1
+    assert value(metrics, "source_restarts_total", decoder=DECODER, source=OWN_ENGINE) is None
+
+
+def test_starts_that_failed_are_counted_though_nothing_took_a_place() -> None:
+    metrics = on.metrics()
+    assert value(metrics, "source_start_failures_total", decoder=DECODER) == 0
+    for incarnation, count, total in ((0, 1, 1), (0, 4, 4), (1, 2, 6)):
+        metrics.take(on.looked(incarnation, statistics=(("restarts", "start_failed", count),)))
+        assert value(metrics, "source_start_failures_total", decoder=DECODER) == total
+
+
+def slots_of(metrics: Metrics) -> dict[tuple[str, str], float]:
+    return {
+        (dict(labels)["source"], dict(labels)["state"]): count
+        for (name, labels), count in samples(metrics).items()
+        if name == "headrace_slots" and dict(labels)["decoder"] == DECODER
+    }
+
+
+@pytest.mark.parametrize("num_listed", [0, 1, 2])
+def test_slots_whose_lines_did_not_fit_are_counted_under_no_source(num_listed: int) -> None:
+    counted = {"free": 4_000, "reading": 96}
+    statistics = tuple(("slots", state, counted.get(state, 0)) for state in label_words.SLOT_STATES)
+    listed = on.report().slots[:num_listed]
+    short = on.looked(statistics=statistics, slots=listed, truncated=True)
+    metrics = told([on.decoder_changed("ready"), on.looked(), short])
+    found = slots_of(metrics)
+    assert {source for source, _ in found} == {OTHER}
+    assert {state: count for (_, state), count in found.items() if count} == counted
+    metrics.take(on.looked())
+    assert {source for source, _ in slots_of(metrics)} == {SOURCE, "torch-2", OWN_ENGINE}
+    metrics.take(on.looked(statistics=(), slots=listed, truncated=True))
+    assert slots_of(metrics) == {}  # nobody counted them
+
+
+def test_lanes_whose_lines_may_not_have_fitted_have_no_series() -> None:
+    def lanes(metrics: Metrics) -> set[str]:
+        return {
+            dict(labels)["state"]
+            for name, labels in samples(metrics)
+            if name == "headrace_lanes" and dict(labels)["decoder"] == DECODER
+        }
+
+    metrics = told([on.looked(truncated=True)])
+    assert lanes(metrics) == set(label_words.LANE_STATES)  # slots are left out before lanes
+    metrics.take(on.looked(truncated=True, slots=(), lanes=()))
+    assert lanes(metrics) == {"free", "quarantined"}
+    metrics.take(on.looked(truncated=True, slots=(), lanes=(), statistics=()))
+    assert lanes(metrics) == {"free"}
+    metrics.take(on.decoder_changed("waiting"))
+    assert lanes(metrics) == set(label_words.LANE_STATES)
 
 
 def test_what_is_quarantined_is_told_though_its_lines_did_not_fit_the_message() -> None:

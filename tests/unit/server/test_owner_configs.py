@@ -163,3 +163,10 @@ def test_what_a_request_gets_by_default(prefix: PrefixAsked) -> None:
 def test_the_tables_defaults_are_those_of_what_they_become() -> None:
     assert restart_policy(RestartTable()) == RestartPolicy()
     request_options(RequestConfig()).check_values()
+
+
+def test_kept_prompts_have_their_option() -> None:
+    own, _, _ = started(DecoderTable(model="m", keep_bytes=4096))
+    assert own.decoder_options["keep_nbytes"] == 4096
+    own, _, _ = started(DecoderTable(model="m"))
+    assert "keep_nbytes" not in own.decoder_options

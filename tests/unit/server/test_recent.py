@@ -219,9 +219,8 @@ def test_no_share_is_claimed_below_timer_noise_or_of_one_thread() -> None:
     reuse = Reuse(500, "owner", "as much as was kept")
     local = ending(measured=scenes.measured(), reuse=reuse).choices[0]
     assert (local.local, local.hidden_share, local.cached_tokens) == (True, None, 500)
-    granted = page_lanes.streamed(START)[1][0]
-    named = msgspec.structs.replace(granted, name="prefill by the owner itself")
-    local = ending(measured=scenes.measured(), owner=(named,)).choices[0]
+    assert (local.tail_s, local.alone_s, local.bytes_before_prefill_end) == (None, None, None)
+    local = ending(measured=scenes.measured(), local=True).choices[0]
     assert (local.local, local.hidden_share) == (True, None)
 
 

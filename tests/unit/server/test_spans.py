@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import sys
 import threading
@@ -27,6 +28,7 @@ from headrace.server.layer_groups import layer_groups
 from headrace.server.otel import MAX_GROUPS, OtelSpans
 from headrace.server.spans import epoch_offset_ns, open_spans, traces_url
 from headrace.server.terminals import Terminal
+from headrace.telemetry.spans import spans_of
 from tests.unit.server import happenings as on
 from tests.unit.server.happenings import DECODER, MODEL, MS
 from tests.unit.telemetry import scenes
@@ -194,6 +196,26 @@ def test_imports_in_pieces_belong_to_the_group_whose_cells_they_are() -> None:
         (whole, 400, (START_US + 600) * US),
         (other, 200, (START_US + 550) * US),
     ]
+
+
+def test_pieces_are_found_as_by_trying_each_group() -> None:
+    draw = random.Random(9)
+
+    def cells() -> str:
+        layer, begun = draw.randrange(5), draw.randrange(5)
+        return str(Span(layer, layer + draw.randrange(1, 3), begun, begun + draw.randrange(1, 4)))
+
+    for _ in range(100):
+        names = [", ".join(cells() for _ in range(draw.randrange(1, 4))) for _ in range(8)]
+        source = [at("compute", 10 * n, 10 * n + 5, name=name) for n, name in enumerate(names)]
+        owner = [at("import", 200, 300, name=cells(), nbytes=1) for _ in range(20)]
+        groups, _ = layer_groups(source, owner)
+        first = list({each.name: each for each in groups}.values())
+        for piece in owner:
+            whose = [each.name for each in groups if piece in each.intervals]
+            named = [each.name for each in first if each.name == piece.name]
+            held = [each.name for each in first if each.holds(spans_of(piece.name))]
+            assert whose == (named or held)[:1]
 
 
 def moved(intervals: Iterable[Interval], by_ns: int) -> list[Interval]:
@@ -395,6 +417,7 @@ def test_what_nobody_takes_is_bounded(stuck: Stuck, monkeypatch: pytest.MonkeyPa
     for number in range(50):
         for event in on.finished(number):
             spans.take(event)
+    assert spans._backlog.wait(20)
     stuck.go_on.set()
     spans.close()
     assert 64 <= stuck.taken <= 64 + 8  # those that waited, and the batch that was taken
@@ -405,6 +428,63 @@ def test_readings_that_contradict_each_other_give_no_tail() -> None:
     spans = sent(on.finished(ended=early))
     assert named(spans, "transfer tail") == []
     assert "headrace.transfer_tail_s" not in of(only(spans, "hand-off"))
+
+
+def test_spans_are_made_apart_from_whoever_tells_what_happened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = set[int]()
+
+    def told(*intervals: Any) -> Any:
+        threads.add(threading.get_ident())
+        return layer_groups(*intervals)
+
+    monkeypatch.setattr(otel, "layer_groups", told)
+    assert named(sent(on.traced()), "layer group")
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize("bound", ["MAX_RECORDS", "MAX_INTERVALS"])
+def test_requests_whose_spans_wait_are_bounded_and_those_beyond_are_told(
+    bound: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever takes long, making spans is not waited for, and its memory does not grow."""
+    go_on, begun = threading.Event(), threading.Event()
+
+    def slow(*intervals: Any) -> Any:
+        begun.set()
+        assert go_on.wait(20)
+        return layer_groups(*intervals)
+
+    monkeypatch.setattr(otel, "layer_groups", slow)
+    run = scenes.streamed()
+    num_intervals = len(run.source) + len(run.owner)
+    monkeypatch.setattr(otel, bound, 4 if bound == "MAX_RECORDS" else 5 * num_intervals - 1)
+    exporter = InMemorySpanExporter()
+    spans = OtelSpans("tests", exporter)
+    for number in range(10):
+        for event in on.traced(number):
+            spans.take(event)
+    assert begun.wait(20)
+    assert spans.dropped == 6
+    assert caplog.text.count("got none by now") == 1
+    go_on.set()
+    spans.close(20)
+    assert len(named(exporter.get_finished_spans(), "chat " + MODEL)) == 4
+    assert "6 request(s) got no spans" in caplog.text
+
+
+def test_a_hand_off_tells_its_route_asked_for_or_chosen() -> None:
+    asked = only(sent(on.finished()), "hand-off")
+    assert of(asked)["headrace.route"] == "streamed"
+    assert "headrace.route.reason" not in of(asked)
+    chosen = only(sent(on.traced()), "hand-off")
+    assert of(chosen)["headrace.route.reason"] == on.PREDICTED
+    failed = on.ended(outcome="failed", cause="no-source", measured=None)
+    events: list[Event] = [on.arrived(route="auto"), on.dispatched()]
+    events.append(on.choice_ended(ended=failed))
+    assert "headrace.route" not in of(only(sent([*events, on.answered()]), "hand-off"))
 
 
 # What is configured.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter, defaultdict
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from headrace.messages import Interval
 from headrace.telemetry.chrome import MESSAGE_US, encode, tracks
 from headrace.telemetry.recording import Recording, Run
 from tests.unit.telemetry.scenes import (
@@ -100,6 +102,22 @@ def test_slices_of_a_thread_do_not_overlap() -> None:
     for slices in by_thread.values():
         for (_, ended), (begun, _) in pairwise(slices):
             assert ended <= begun
+
+
+def test_each_slice_is_in_the_uppermost_row_that_is_free() -> None:
+    draw = random.Random(6)
+    for _ in range(100):
+        begun = [draw.randrange(40) for _ in range(20)]
+        busy = [at("import", each, each + draw.randrange(8)) for each in begun]
+        rows: list[list[Interval]] = []
+        for each in sorted(busy, key=lambda one: (one.begun_ns, one.ended_ns)):
+            free = (row for row in rows if row[-1].ended_ns <= each.begun_ns)
+            row = next(free, None)
+            if row is None:
+                rows.append([each])
+            else:
+                row.append(each)
+        assert tracks(busy) == rows
 
 
 def test_what_devices_tell_has_lanes_of_its_own_and_its_error() -> None:

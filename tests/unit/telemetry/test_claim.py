@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from msgspec.structs import replace
 
-from headrace.messages import Interval
+from headrace.messages import Interval, IntervalKind
 from headrace.telemetry.claim import overlap_of
 from headrace.telemetry.clocks import align
 from headrace.telemetry.recording import Run
+from headrace.telemetry.times import length_ns, union
 from tests.unit.telemetry.scenes import US, at, moved, on, on_devices, streamed
 
 
@@ -129,3 +132,30 @@ def test_a_shift_adds_its_error(by_ns: int) -> None:
     wide = on("device", run, "compute", "import", error_us=70)
     found = overlap_of(align(replace(wide, source=moved(wide.source, by_ns))))
     assert (found.kernels_ns is None) == (by_ns > 0)
+
+
+def test_stretches_are_found_as_by_trying_each_pair() -> None:
+    """Overlapping, nested, empty, and with errors that leave some of them out."""
+    draw = random.Random(7)
+
+    def some(kind: IntervalKind) -> list[Interval]:
+        begun = [draw.randrange(60) for _ in range(12)]
+        return [
+            at(kind, each, each + draw.randrange(12), clock="device", error_ns=draw.randrange(4000))
+            for each in begun
+        ]
+
+    for _ in range(100):
+        computed, imported = some("compute"), some("import")
+        kernels, errors = [], [0]
+        for one in computed:
+            for other in imported:
+                begun_ns = max(one.begun_ns, other.begun_ns)
+                ended_ns = min(one.ended_ns, other.ended_ns)
+                error_ns = one.error_ns + other.error_ns
+                if begun_ns < ended_ns:
+                    errors.append(error_ns)
+                    kernels += [(begun_ns, ended_ns)] * (ended_ns - begun_ns > error_ns)
+        found = overlap_of(align(run_of(computed, imported)))
+        assert found.error_ns == max(errors)
+        assert found.kernels_ns == (length_ns(union(kernels)) or None)

@@ -166,7 +166,7 @@ function figures(now) {
     "requests": [rate(rates.requests_per_s), "/s", `over ${rates.window_s} s`],
     "TTFT": of(rates.ttft, "request"),
     "token time": of(rates.token, "token"),
-    "queue": [String(queue.waiting), "", `${size(queue.nbytes)} of prompts`],
+    "queue": [String(queue.waiting), "", `${size(queue.nbytes)} held`],
     "open": [String(now.num_open), "", several(now.decoders.length, "decoder")],
   };
   const median = (of) => (of.samples ? `, median of ${of.samples}` : "");
@@ -418,6 +418,8 @@ const RECENT = makeRow([
 
 function recent(now) {
   byId("no-recent").hidden = now.ended.length > 0;
+  say(byId("no-recent"), now.recent ? "No request has ended yet."
+    : "None are kept: the config has recent = 0 under [page].");
   byId("recent-table").hidden = now.ended.length === 0;
   byId("recent-note").hidden = now.ended.length === 0;
   say(byId("recent-count"), now.ended.length ? String(now.ended.length) : "");
@@ -455,7 +457,7 @@ function terminal(cell, word, small) {
 }
 
 function early(choice) {
-  if (!choice || choice.kv_bytes === null) return "n/a";
+  if (!choice || choice.bytes_before_prefill_end === null) return "n/a";
   const share = choice.kv_bytes ? choice.bytes_before_prefill_end / choice.kv_bytes : null;
   return [size(choice.bytes_before_prefill_end), share === null ? "" : `${percent(share)} of ${size(choice.kv_bytes)}`];
 }
