@@ -327,6 +327,7 @@ def test_a_decoder_that_was_configured_wrongly_ends_the_server_with_2(tmp_path: 
     served = Served(tmp_path, decoder_table(), wrong, ready=False)
     assert served.wait() == 2
     assert "there is no lane of 3 legs" in served.lines[-1]
+    assert not any("there is no lane of 3 legs" in line for line in served.lines[:-1])
 
 
 def test_a_server_of_which_no_decoder_is_left_ends_with_1(tmp_path: Path) -> None:

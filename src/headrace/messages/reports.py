@@ -160,7 +160,8 @@ class Ended(WireMessage, frozen=True, tag="ended"):
     Digests are hex, empty unless asked for by `audit`: of every logits row in order, and per layer
     of the published cells. cause: why it was not published, as a word, or empty. attempts: the
     reasons of the attempts that others followed. choice: what route `auto` came to. reuse: what a
-    request that asked for it got of kept prompts. local: whether the owner computed its last attempt.
+    request that asked for it got of kept prompts. local: whether the owner itself computed the last
+    attempt.
     """
 
     label: Count

@@ -6,7 +6,6 @@ import logging
 
 import msgspec
 
-
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F)} | {
     code: f"\\u{code:04x}" for code in (*range(0x80, 0xA0), 0x2028, 0x2029)
 }

@@ -122,7 +122,8 @@ class Front:
             text = f"{where[:200]}: this path is served, and this method is not"
             ending = Ending(Terminal.WRONG_METHOD, text)
         self._tell(scope, ending)
-        await send_error(send, ending)
+        allow = (exc.headers or {}).get("Allow", "").encode()
+        await send_error(send, ending, [(b"allow", allow)] if allow else ())
 
     def _tell_served(self, scope: Scope) -> None:
         """Completions tell their ends themselves; of page, health and metrics nobody counts any."""
@@ -148,7 +149,8 @@ class Front:
             own, allow_open = self._config.host, self._config.allow_open
             check_asked(host, origin, scope["method"], own=own, allow_open=allow_open)
             return
-        given = header(headers, b"authorization").removeprefix(b"Bearer ").strip()
+        scheme, _, given = header(headers, b"authorization").partition(b" ")
+        given = given.strip() if scheme.lower() == b"bearer" else b""
         same = [hmac.compare_digest(given, key) for key in self._keys]  # all, in equal time
         state["known"] = any(same)
         if any(same):
@@ -184,6 +186,9 @@ async def read_body(scope: Scope, receive: Receive, max_nbytes: int, held: Held)
         Ending: it is larger than `max_nbytes`, too much is held already, it does not come in time,
         or its client leaves.
     """
+    encoding = header(scope["headers"], b"content-encoding")
+    if encoding.lower() not in (b"", b"identity"):
+        raise Ending(Terminal.INVALID, "compressed bodies are not read; send it as it is")
     length = header(scope["headers"], b"content-length")
     if length.isdigit() and int(length[:20]) > max_nbytes:
         raise _too_large(max_nbytes)
@@ -220,9 +225,9 @@ async def send_json(
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, ending: Ending) -> None:
-    """A whole response that tells an error."""
-    headers: Headers = []
+async def send_error(send: Send, ending: Ending, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    """A whole response that tells an error. more: headers of its own."""
+    headers: Headers = [*more]
     if ending.retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(ending.retry_after_s))).encode()))
     if ending.terminal is Terminal.UNAUTHORIZED:

@@ -47,20 +47,8 @@ def keys_of(path: Path, name: str = _PLACE) -> list[str]:
     Raises:
         Refused: it is missing or no regular file, others may use it, or there is no key in it.
     """
-    try:
-        descriptor = os.open(path, _OPEN)
-        with open(descriptor, "rb", buffering=0) as file:
-            status = os.fstat(descriptor)
-            regular = stat.S_ISREG(status.st_mode)
-            text = (file.read(MAX_KEYS_NBYTES + 1) or b"") if regular else b""
-    except (OSError, ValueError) as exc:
-        why = exc.strerror if isinstance(exc, OSError) else "it is no path"
-        raise Refused(
-            f"{name} names a file that cannot be read ({why}); put one key a line into a file and "
-            "name that",
-            field="api_key_file",
-        ) from exc
-    if not regular:
+    status, text = _read(path, name)
+    if not stat.S_ISREG(status.st_mode):
         raise Refused(
             f"{name} names no regular file; put one key a line into a file and name that",
             field="api_key_file",
@@ -79,3 +67,22 @@ def keys_of(path: Path, name: str = _PLACE) -> list[str]:
             field="api_key_file",
         )
     return keys
+
+
+def _read(path: Path, name: str) -> tuple[os.stat_result, bytes]:
+    """What a path is, and what is in it if it is a regular file: both of the same one."""
+    try:
+        descriptor = os.open(path, _OPEN)
+        try:
+            status = os.fstat(descriptor)
+            regular = stat.S_ISREG(status.st_mode)
+            return status, os.read(descriptor, MAX_KEYS_NBYTES + 1) if regular else b""
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else "it is no path"
+        raise Refused(
+            f"{name} names a file that cannot be read ({why}); put one key a line into a file and "
+            "name that",
+            field="api_key_file",
+        ) from exc

@@ -66,14 +66,7 @@ def owner_config(
     """
     check_table(table, place=place)
     model = {"model": str(directory), "dtype": dtype_of(table)}
-    own = {**model, "threads": table.threads}
-    decoder_options = {
-        **options_of(table.decoder, own, compiled=_compiled(table)),
-        **size_options(table.decoder, lanes=table.lanes or LANES, context=table.context),
-        **({"decode_batch": table.decode_batch} if table.decode_batch > 1 else {}),
-        **({"keep_nbytes": table.keep_bytes} if table.keep_bytes else {}),
-        **table.options,
-    }
+    decoder_options = _decoder_options(table, model)
     spelling = spelling_of(place)
     interpreter = interpreter_for_decoder(
         table.decoder, table.python, decoder_options, spelling=spelling
@@ -172,6 +165,17 @@ def spelling_of(place: str, source: int = 0) -> Spelling:
         return keys.get(option, f"{place}.{option}")
 
     return Spelling(first, lambda option: first(option).rpartition(".")[2])
+
+
+def _decoder_options(table: DecoderTable, model: dict[str, Any]) -> dict[str, Any]:
+    own = {**model, "threads": table.threads}
+    return {
+        **options_of(table.decoder, own, compiled=_compiled(table)),
+        **size_options(table.decoder, lanes=table.lanes or LANES, context=table.context),
+        **({"decode_batch": table.decode_batch} if table.decode_batch > 1 else {}),
+        **({"keep_nbytes": table.keep_bytes} if table.keep_bytes else {}),
+        **table.options,
+    }
 
 
 def _sources(table: DecoderTable, model: dict[str, Any], *, place: str) -> tuple[SourceConfig, ...]:

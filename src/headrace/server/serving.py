@@ -171,7 +171,8 @@ class _Serving:
     def _log_event(self, event: events.Event) -> None:
         match event:
             case events.DecoderChanged():
-                self._print(self._decoder_line(event))
+                if not self._is_last_word(event):
+                    self._print(self._decoder_line(event))
                 self._say_when_ready()
             case events.Arrived():
                 asked = f"{event.endpoint} of {event.num_prompt_tokens} tokens"
@@ -185,6 +186,11 @@ class _Serving:
             case events.Rejected():
                 ending = f"{event.terminal.value} {event.status}: {event.reason}"
                 _log.info("%s: %s", event.endpoint, ending)
+
+    def _is_last_word(self, event: events.DecoderChanged) -> bool:
+        """Whether the server ends with this reason, and says it then."""
+        decoder = next(each for each in self._decoders if each.name == event.decoder)
+        return event.state == "set aside" and decoder.mistake
 
     def _decoder_line(self, event: events.DecoderChanged) -> str:
         decoder = next(each for each in self._decoders if each.name == event.decoder)

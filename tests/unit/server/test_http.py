@@ -37,7 +37,9 @@ CLOSED = (
         ("Bearer first-ke", 401),
         ("Bearer first-keyy", 401),
         ("Basic first-key", 401),
+        ("first-key", 401),
         ("Bearer first-key", 200),
+        ("bearer first-key", 200),
         ("Bearer third-key", 200),
     ],
 )
@@ -226,6 +228,7 @@ def test_unknown_paths_and_methods_have_errors_of_the_same_shape() -> None:
         assert (unknown.status, unknown.error["code"]) == (404, "unknown-path")
         wrong = await stand.done(stand.get("/v1/completions"))
         assert (wrong.status, wrong.error["code"]) == (405, "wrong-method")
+        assert wrong.headers["allow"]
         slash = await stand.done(stand.get("/v1/models/", method="POST"))
         assert slash.status in (404, 405)
 
@@ -293,5 +296,17 @@ def test_nothing_is_served_but_http() -> None:
         await front(never)({"type": "websocket"}, receive, send)
         await front(never)({"type": "lifespan"}, receive, send)
         assert sent == ["websocket.close"]
+
+    run(test)
+
+
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 400), ("br", 400), ("identity", 404)])
+def test_a_body_that_is_compressed_is_refused(encoding: str, status: int) -> None:
+    async def test() -> None:
+        stand = Stand()
+        client = stand.ask(model="unknown", headers={"Content-Encoding": encoding})
+        await stand.done(client)
+        assert client.status == status
+        await stand.nothing_left()
 
     run(test)

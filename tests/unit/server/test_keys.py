@@ -11,6 +11,7 @@ import pytest
 from headrace.errors import Refused
 from headrace.server.config import HttpConfig
 from headrace.server.keys import KEY_VARIABLE, MAX_KEYS_NBYTES, keys_of, read_keys, take_keys
+from tests.conftest import open_fds
 
 
 @pytest.fixture(autouse=True)
@@ -87,10 +88,12 @@ def test_what_is_read_but_once_is_no_key_file(tmp_path: Path) -> None:
     os.write(writer, b"sk-secret\n")
     bound = socket.socket(socket.AF_UNIX)
     bound.bind(str(tmp_path / "socket"))
+    before = open_fds()
     try:
         for path in (empty, full, tmp_path / "socket", Path("/dev/null"), tmp_path):
             with pytest.raises(Refused, match=r"^K names (no regular file|a file that cannot)"):
                 keys_of(path, "K")
+        assert open_fds() == before
     finally:
         bound.close()
         os.close(writer)

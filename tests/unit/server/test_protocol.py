@@ -440,8 +440,8 @@ def test_a_stream_that_nobody_reads_ends_when_its_client_says_no_more() -> None:
 
     async def much(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        for _ in range(100):  # each is little enough to be taken at once
-            await send({"type": "http.response.body", "body": b"x" * 4096, "more_body": True})
+        for _ in range(100):
+            await send({"type": "http.response.body", "body": b"x" * (1 << 16), "more_body": True})
         ended.append(True)
 
     async def test() -> None:
@@ -449,6 +449,7 @@ def test_a_stream_that_nobody_reads_ends_when_its_client_says_no_more() -> None:
             with _slow_socket(made) as sock:
                 while not (made.state.connections and made.made[0].flow.write_paused):
                     await asyncio.sleep(0.01)
+                await asyncio.sleep(0.1)  # the kernel has taken what it takes
                 sock.shutdown(socket.SHUT_WR)
                 await made.until_empty()
         assert ended
@@ -619,7 +620,7 @@ def test_what_asks_for_a_websocket_is_an_ordinary_request() -> None:
 def test_at_the_end_what_runs_is_answered_and_the_rest_is_closed() -> None:
     async def test() -> None:
         app = Waits(reads=False)
-        async with stand(app, linger_s=WITHIN_S) as made:
+        async with stand(app, linger_s=60.0, keep_alive_s=60.0) as made:
             idle, running, bad = [await made.connect() for _ in range(3)]
             bad[1].write(b"\0\r\n\r\n")
             await whole(bad[0])
