@@ -178,10 +178,10 @@ class Connection(H11Protocol):
             ending = Ending(Terminal.HEADERS_TOO_LARGE, "the headers have too many bytes")
         else:
             ending = Ending(Terminal.INVALID, f"this is no HTTP/1.1: {exc or msg}"[:300])
-        if not self.answering:
+        if self._awaits is Awaits.REST or (self.answering and self.cycle.response_started):
+            self.transport.abort()  # a response is there, or under way
+        elif not self.answering:
             self._refuse(ending)
-        elif self.cycle.response_started:
-            self.transport.abort()
         else:  # in the body of a request, whose own end is told by whoever reads it
             self.transport.write(response_of(ending))
             self.transport.close()

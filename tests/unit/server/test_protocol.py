@@ -606,6 +606,19 @@ def test_a_body_that_is_no_http_ends_its_request(starts: bool, expects: bytes) -
     run(test())
 
 
+def test_the_rest_of_a_body_that_is_no_http_has_no_second_response() -> None:
+    async def test() -> None:
+        async with stand(hello) as made:
+            reader, writer = await made.connect()
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            assert (await whole(reader))[0] == 200
+            writer.write(b"no size\r\n")
+            await closed(reader)
+            assert not made.events
+
+    run(test())
+
+
 def test_what_asks_for_a_websocket_is_an_ordinary_request() -> None:
     async def test() -> None:
         async with stand(hello) as made:
