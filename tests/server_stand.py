@@ -162,9 +162,11 @@ class Client:
         *,
         method: str = "POST",
         headers: Mapping[str, str] | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
+        """state: what the connection tells of itself."""
         self.sent: list[Message] = []
-        self.reads = True  # False: what is sent to it is never taken
+        self.reads = True  # False: what is sent to it waits until it has left
         self.num_sends = 0
         self._chunks = [body] if isinstance(body, bytes) else list(body)
         self._left = asyncio.Event()
@@ -176,6 +178,7 @@ class Client:
             "query_string": b"",
             "headers": [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()],
             "client": ("10.0.0.1", 1234),
+            "state": dict(state or {}),
         }
         self.task = asyncio.ensure_future(_whole(app(scope, self._receive, self._send)))
 
@@ -189,7 +192,8 @@ class Client:
     async def _send(self, message: Message) -> None:
         self.num_sends += 1
         if not self.reads:
-            await asyncio.Event().wait()
+            await self._left.wait()
+            return
         await asyncio.sleep(0)
         self.sent.append(message)
 
@@ -264,7 +268,7 @@ class Stand:
         **tables: Any,
     ) -> None:
         self.config = serve_config(**tables)
-        self.connections = 1
+        self.state: dict[str, Any] = {}  # of each connection from now on
         self.told = events.Events()
         self.events: list[events.Event] = []
         self.told.listen(self.events.append)
@@ -284,7 +288,6 @@ class Stand:
             self.config.http,
             keys=keys,
             draining=lambda: self.dispatcher.draining,
-            num_connections=lambda: self.connections,
         )
         self.complaints: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(
@@ -298,10 +301,10 @@ class Stand:
     def ask(self, kind: str = "completions", *, headers: Any = None, **body: Any) -> Client:
         """Begin a request."""
         encoded = json.dumps({**BODIES[kind], **body}).encode()
-        return Client(self.app, PATHS[kind], encoded, headers=headers)
+        return Client(self.app, PATHS[kind], encoded, headers=headers, state=self.state)
 
     def get(self, path: str, *, headers: Any = None, method: str = "GET") -> Client:
-        return Client(self.app, path, b"", method=method, headers=headers)
+        return Client(self.app, path, b"", method=method, headers=headers, state=self.state)
 
     async def asked(self, kind: str = "completions", **body: Any) -> tuple[Client, list[Choice]]:
         """Begin a request and wait until all its choices are at the decoder."""

@@ -31,10 +31,9 @@ def build(
     *,
     keys: Sequence[str] = (),
     draining: Callable[[], bool] = lambda: False,
-    num_connections: Callable[[], int] = lambda: 0,
     more: Sequence[BaseRoute] = (),
 ) -> App:
-    """The application. num_connections: open ones. more: the page's routes and the metrics'."""
+    """The application. more: the page's routes and the metrics'."""
     created = int(time.time())
 
     async def health(request: Request) -> Response:
@@ -75,7 +74,7 @@ def build(
         *more,
     ]
     router = Router(routes, redirect_slashes=False, default=not_served)
-    return Front(router, told, config, keys=keys, num_connections=num_connections)
+    return Front(router, told, config, keys=keys)
 
 
 def _standing(decoder: ServedDecoder, *, known: bool) -> str:

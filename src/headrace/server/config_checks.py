@@ -26,6 +26,7 @@ from headrace.runtime.config import SourceConfig, names_of
 from headrace.runtime.pairs import ATOM, LANES, NULL, is_emulated, is_fake
 from headrace.server.config import DecoderTable, HttpConfig, ServeConfig, TelemetryConfig
 from headrace.server.config_file import decoder_names
+from headrace.server.descriptors import check_descriptors
 from headrace.server.hosts import HOST, is_loopback
 from headrace.server.keys import KEY_VARIABLE, read_keys
 from headrace.server.option_checks import CUDA
@@ -97,6 +98,7 @@ def check_config(config: ServeConfig, keys: Sequence[str] | None = None) -> Chec
 
 
 def _check_http(http: HttpConfig, keys: Sequence[str]) -> None:
+    check_descriptors(http.max_connections)
     if not HOST.fullmatch(http.host):
         raise Refused(
             f"http.host is {http.host!r}; give an address or a name, without a scheme "

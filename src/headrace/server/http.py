@@ -65,14 +65,11 @@ class Front:
         config: HttpConfig,
         *,
         keys: Sequence[str],
-        num_connections: Callable[[], int],
     ) -> None:
-        """num_connections: how many are open, with the one that asks."""
         self._app = app
         self._told = told
         self._config = config
         self._keys = [key.encode() for key in keys]
-        self._num_connections = num_connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -160,7 +157,7 @@ class Front:
 
     def _check_limits(self, scope: Scope, headers: Headers) -> None:
         most = self._config.max_connections
-        if scope["path"] not in WATCHED_PATHS and self._num_connections() > most:
+        if scope["path"] not in WATCHED_PATHS and scope["state"].get("above"):
             text = f"more than {most} connections are open; come again later"
             raise Ending(Terminal.TOO_MANY_CONNECTIONS, text, retry_after_s=FULL_AGAIN_S)
         nbytes = sum(len(name) + len(value) for name, value in headers) + len(scope["raw_path"])

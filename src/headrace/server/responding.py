@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal, TypeAlias
 
@@ -16,10 +16,9 @@ from headrace.server.choices import Choice
 from headrace.server.http import Send, send_error, send_json
 from headrace.server.models import ServedModel
 from headrace.server.saying import Piece, Saying
-from headrace.server.terminals import Ending, Terminal
+from headrace.server.terminals import Ending
 
 END_WITHIN_S = 5.0  # how long the end of what was withdrawn is waited for, for its usage
-READ_WITHIN_S = 60.0  # how long a client may leave unread what is sent, before it has left
 
 _ToldUsage: TypeAlias = replies.Usage | UnsetType | None
 
@@ -39,7 +38,6 @@ class Responding:
     ) -> None:
         self.request = request
         self.started = False
-        self._left = False
         self._chat = kind == "chat"
         self._body = body
         self._news = news
@@ -54,7 +52,7 @@ class Responding:
         """Answer in full.
 
         Raises:
-            Ending: a choice failed, or the client does not read.
+            Ending: a choice failed.
         """
         if self._body.stream:
             await self._stream()
@@ -63,13 +61,10 @@ class Responding:
 
     async def fail(self, ending: Ending) -> None:
         """Tell why it ended: by a status before the first token, else by an event."""
-        if self._left:
-            return
-        with suppress(Ending):  # nobody reads it
-            if self.started:
-                await self._event(replies.event_of(ending.body()), last=True)
-            else:
-                await self._within(send_error(self._send, ending))
+        if self.started:
+            await self._event(replies.event_of(ending.body()), last=True)
+        else:
+            await send_error(self._send, ending)
 
     def drop(self) -> None:
         """Nobody wants more of it."""
@@ -90,7 +85,7 @@ class Responding:
         await self._until_over()
         body = replies.json_of(self._reply(pieces))
         self.started = True
-        await self._within(send_json(self._send, 200, body))
+        await send_json(self._send, 200, body)
 
     def _reply(self, pieces: list[list[Piece]]) -> replies.Completion | replies.Chat:
         joined = [_joined(each) for each in pieces]
@@ -116,9 +111,7 @@ class Responding:
         self.started = True
         kind = (b"content-type", b"text/event-stream; charset=utf-8")
         headers = [kind, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-        await self._within(
-            self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        )
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         while not all(saying.finished for saying in self._sayings):
             self._news.clear()
             told, failure = self._news_told()
@@ -206,18 +199,8 @@ class Responding:
         return replies.usage_of(prompt, completion, cached=cached, transferred=transferred)
 
     async def _event(self, content: bytes, *, last: bool = False) -> None:
-        await self._within(
-            self._send({"type": "http.response.body", "body": content, "more_body": not last})
-        )
-
-    async def _within(self, sending: Awaitable[None]) -> None:
-        try:
-            async with asyncio.timeout(READ_WITHIN_S):
-                await sending
-        except TimeoutError:
-            self._left = True
-            text = f"its client read nothing for {READ_WITHIN_S:.0f} s"
-            raise Ending(Terminal.CLIENT_LEFT, text) from None
+        body = {"type": "http.response.body", "body": content, "more_body": not last}
+        await self._send(body)
 
 
 def _joined(pieces: Sequence[Piece]) -> Piece:

@@ -149,7 +149,6 @@ class _Serving:
             self._config.http,
             keys=self._keys,
             draining=lambda: self._dispatcher.draining,
-            num_connections=lambda: len(self._http.server_state.connections),
             more=more,
         )
 
