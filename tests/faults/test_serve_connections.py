@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import resource
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -169,4 +170,19 @@ def test_what_is_no_http_and_what_wants_another_protocol_is_answered(tmp_path: P
             assert all_of(sock).startswith(b"HTTP/1.1 200")
         counted = 'endpoint="other",status="400",terminal="invalid"} 4.0'
         assert counted in httpx.get(f"{served.url}/metrics").text
+        nothing_complained(served)
+
+
+def test_a_body_that_is_too_large_is_told_so_while_it_is_still_sent(tmp_path: Path) -> None:
+    """A client that writes all of it before it reads must find the answer, and no reset."""
+    table = "[http]\nport = 0\nmax_body_bytes = 1024\n"
+    with Served(tmp_path, decoder_table(), table) as served:
+        port = int(served.url.rpartition(":")[2])
+        for _ in range(3):
+            client = http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN_S)
+            with closing(client):
+                client.request("POST", "/v1/completions", body=b"x" * (2 << 20))
+                told = client.getresponse()
+                assert told.status == 413
+                assert json.loads(told.read())["error"]["code"] == "too-large"
         nothing_complained(served)

@@ -82,7 +82,7 @@ class OwnerLink:
                 inherit=[theirs.fileno()],
                 env=None if self.tuning is None else self.tuning.environment,
             )
-        except HeadraceError:
+        except BaseException:
             ours.close()
             raise
         finally:

@@ -55,7 +55,7 @@ class Line:
         self.manifest = handle.manifest
         self.maker = handle.maker
         self.layout = handle.layout
-        self.supervisor = Supervisor(handle.name, policy, now_ns)
+        self.supervisor = Supervisor(f"source {handle.name}", policy, now_ns)
         self.phase = _Phase.SERVING
         self.due_ns: int | None = None
         self.expected = False  # as the machine was told

@@ -65,10 +65,10 @@ Decision: TypeAlias = Restart | SetAside
 
 
 class Supervisor:
-    """Decides on each death of one source and of those that take its place."""
+    """Decides on each death of one process and of those that take its place."""
 
     def __init__(self, name: str, policy: RestartPolicy, now_ns: int) -> None:
-        """`name`: the source, as reasons call it. It is in service since `now_ns`."""
+        """`name`: what it is, as reasons call it. It is in service since `now_ns`."""
         self._name = name
         self._policy = policy
         self._failures = 0
@@ -88,11 +88,14 @@ class Supervisor:
         """It finished a request: what was before is forgotten."""
         self._failures = 0
 
-    def died(self, reason: str, now_ns: int) -> Decision:
-        """It is dead, in service or while it was starting; what is to be done?"""
+    def died(self, reason: str, now_ns: int, *, well: bool = True) -> Decision:
+        """It is dead, in service or while it was starting; what is to be done?
+
+        `well`: whether having lived for long makes earlier deaths forgotten.
+        """
         policy = self._policy
         since_ns, self._since_ns = self._since_ns, None
-        if since_ns is not None and now_ns - since_ns >= policy.healthy_after_s * 1e9:
+        if well and since_ns is not None and now_ns - since_ns >= policy.healthy_after_s * 1e9:
             self._failures = 0
         if self._failures == 0:
             self._first_failure_ns = now_ns
@@ -101,7 +104,7 @@ class Supervisor:
             times = "once" if self._failures == 1 else f"{self._failures} times"
             within_s = (now_ns - self._first_failure_ns) / 1e9
             return SetAside(
-                f"source {self._name} died {times} within {within_s:.1f} s and is set aside; "
+                f"{self._name} died {times} within {within_s:.1f} s and is set aside; "
                 f"the last: {reason}"
             )
         return Restart(now_ns + int(self._delay_s() * 1e9))

@@ -20,10 +20,10 @@ from headrace.server.budget import Budget, Held
 from headrace.server.config import ServeConfig
 from headrace.server.dispatch import Asked, Dispatcher
 from headrace.server.encoding import Encoding
-from headrace.server.http import BUG_TEXT, Receive, Scope, Send, header, read_body, until_left
+from headrace.server.http import Receive, Scope, Send, header, read_body, until_left
 from headrace.server.models import ServedModel
 from headrace.server.responding import Responding
-from headrace.server.terminals import STATUS, Ending, Terminal
+from headrace.server.terminals import BUG_TEXT, STATUS, Ending, Terminal
 
 _log = logging.getLogger("headrace.server")
 
@@ -48,7 +48,7 @@ class Answering:
         self._dispatcher = dispatcher
         self._told = told
         self._config = config
-        self._budget = Budget(max(config.queue.max_bytes, config.http.max_body_bytes))
+        self._budget = Budget(2 * max(config.queue.max_bytes, config.http.max_body_bytes))
         self.encoding = Encoding()
         self._requests = itertools.count(1)
         self._open = 0
@@ -78,12 +78,12 @@ class Answering:
         Raises:
             Ending: it is refused before it was admitted, and nothing was sent.
         """
-        with self._budget.of_one() as held:
+        with self._budget.of_one(scope["state"]["client"]) as held:
             asked, body, model = await self._read(kind, scope, receive, held)
         news = asyncio.Event()
         choices = self._dispatcher.admit(asked, news)
-        self._told.tell(_arrived(asked, kind, body, scope["state"]))
         responding = Responding(asked.request, kind, body, model, choices, news, send)
+        self._told.tell(_arrived(asked, kind, body, scope["state"]))
         await self._respond(responding, receive)
 
     async def _read(

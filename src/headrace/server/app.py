@@ -34,47 +34,61 @@ def build(
     more: Sequence[BaseRoute] = (),
 ) -> App:
     """The application. more: the page's routes and the metrics'."""
-    created = int(time.time())
-
-    async def health(request: Request) -> Response:
-        return _json({"status": "ok"})
-
-    async def ready(request: Request) -> Response:
-        known = request.state.known
-        states = {each.name: _standing(each, known=known) for each in decoders}
-        can = any(each.ready for each in decoders) and not draining()
-        status = "draining" if draining() else "ready" if can else "not ready"
-        return _json({"status": status, "decoders": states}, 200 if can else 503)
-
-    async def list_models(request: Request) -> Response:
-        cards = [_card(model, created) for model in models.values()]
-        return _json(ModelList(cards))
-
-    async def one_model(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in models:
-            raise Ending(Terminal.UNKNOWN_MODEL, f"no model {name!r} is served here")
-        return _json(_card(models[name], created))
-
-    async def not_served(scope: Scope, receive: Receive, send: Send) -> None:
-        raise HTTPException(404)
-
+    plain = _Plain(models, decoders, draining)
+    tokenizing = Tokenizing(models, config.max_body_bytes, answering.encoding)
     routes = [
-        Route("/health", health, methods=["GET"]),
-        Route("/ready", ready, methods=["GET"]),
-        Route("/v1/models", list_models, methods=["GET"]),
-        Route("/v1/models/{name:path}", one_model, methods=["GET"]),
+        Route("/health", plain.health, methods=["GET"]),
+        Route("/ready", plain.ready, methods=["GET"]),
+        Route("/v1/models", plain.list_models, methods=["GET"]),
+        Route("/v1/models/{name:path}", plain.one_model, methods=["GET"]),
         Route("/v1/completions", answering.endpoint("completions"), methods=["POST"]),
         Route("/v1/chat/completions", answering.endpoint("chat"), methods=["POST"]),
-        Route(
-            "/tokenize",
-            Tokenizing(models, config.max_body_bytes, answering.encoding),
-            methods=["POST"],
-        ),
+        Route("/tokenize", tokenizing, methods=["POST"]),
         *more,
     ]
-    router = Router(routes, redirect_slashes=False, default=not_served)
+    router = Router(routes, redirect_slashes=False, default=_not_served)
     return Front(router, told, config, keys=keys)
+
+
+class _Plain:
+    """What is answered at once."""
+
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel],
+        decoders: Sequence[ServedDecoder],
+        draining: Callable[[], bool],
+    ) -> None:
+        self._models = models
+        self._decoders = decoders
+        self._draining = draining
+        self._created = int(time.time())
+
+    async def health(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        known, draining = request.state.known, self._draining()
+        states = {each.name: _standing(each, known=known) for each in self._decoders}
+        can = any(each.ready for each in self._decoders) and not draining
+        status = "draining" if draining else "ready" if can else "not ready"
+        return _json({"status": status, "decoders": states}, 200 if can else 503)
+
+    async def list_models(self, request: Request) -> Response:
+        return _json(ModelList([self._card(model) for model in self._models.values()]))
+
+    async def one_model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._models:
+            raise Ending(Terminal.UNKNOWN_MODEL, f"no model {name!r} is served here")
+        return _json(self._card(self._models[name]))
+
+    def _card(self, model: ServedModel) -> ModelCard:
+        return ModelCard(model.name, self._created, model.context)
+
+
+async def _not_served(scope: Scope, receive: Receive, send: Send) -> None:
+    raise HTTPException(404)
 
 
 def _standing(decoder: ServedDecoder, *, known: bool) -> str:
@@ -85,10 +99,6 @@ def _standing(decoder: ServedDecoder, *, known: bool) -> str:
         told = known and decoder.reason
         return f"{decoder.state}: {decoder.reason}" if told else decoder.state
     return "no source is in service" if decoder.lanes else "no lane is in service"
-
-
-def _card(model: ServedModel, created: int) -> ModelCard:
-    return ModelCard(model.name, created, model.context)
 
 
 def _json(content: object, status: int = 200) -> Response:

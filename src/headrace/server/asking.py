@@ -6,7 +6,7 @@ import math
 import re
 import secrets
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast, get_args
 
@@ -53,31 +53,36 @@ async def asked_of(
     route, deadline_s = _route_of(headers), _deadline_of(headers)
     deadline_s = body.deadline_s or deadline_s or config.queue.deadline_s
     prompts = await _prompts_of(body, model, encoding)
+    choices = [prompt for prompt in prompts for _ in range(body.n)]
+    options = _options_of(body, model, [len(prompt) for prompt in choices], route, config)
+    return Asked(request, client, model.name, choices, options, deadline_s)
+
+
+def _options_of(
+    body: Body,
+    model: ServedModel,
+    lengths: Sequence[int],
+    route: AskedRoute | None,
+    config: ServeConfig,
+) -> list[RequestOptions]:
+    """Of each choice; the deadline is the request's, and kept apart."""
     seed = secrets.randbelow(MAX_SEED) if body.seed is None else body.seed
-    asked: list[tuple[array[int], RequestOptions]] = []
-    for prompt in prompts:
-        max_tokens = _max_tokens(body, model, len(prompt), config)
-        for _ in range(body.n):
-            options = options_of(
+    return [
+        replace(
+            options_of(
                 body,
                 config.requests,
-                max_tokens=max_tokens,
-                seed=seed_of_choice(seed, len(asked)),
+                max_tokens=_max_tokens(body, model, length, config),
+                seed=seed_of_choice(seed, choice),
                 stop_tokens=model.codec.stop_tokens,
                 route=route,
-            )
-            options = replace(
-                options, trace=config.page.recent > 0, logprobs=body.num_logprobs, deadline_s=None
-            )
-            asked.append((prompt, options))
-    return Asked(
-        request,
-        client,
-        model.name,
-        [prompt for prompt, _ in asked],
-        [options for _, options in asked],
-        deadline_s,
-    )
+            ),
+            trace=config.page.recent > 0,
+            logprobs=body.num_logprobs,
+            deadline_s=None,
+        )
+        for choice, length in enumerate(lengths)
+    ]
 
 
 async def _prompts_of(body: Body, model: ServedModel, encoding: Encoding) -> list[array[int]]:

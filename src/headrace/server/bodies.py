@@ -274,7 +274,6 @@ def options_of(
         stop_tokens=() if body.ignore_eos else stop_tokens,
         sampling=Sampling(sampling.temperature, sampling.top_p, sampling.top_k, seed),
         digest=defaults.digest if body.digest is None else body.digest,
-        deadline_s=body.deadline_s,
         on_failure=body.on_failure or defaults.on_failure,
         max_attempts=defaults.max_attempts,
         prefix=body.prefix or defaults.prefix,

@@ -13,19 +13,21 @@ from headrace.errors import HeadraceError, PeerDied, Refused, RemoteProtocolErro
 from headrace.messages import Ended, Events, FromOwner, Inspect, Inspected, Token, Up, Withdraw
 from headrace.runtime.owner_link import OwnerLink
 from headrace.runtime.requests import RequestOptions
-from headrace.runtime.supervisor import Restart, Supervisor
+from headrace.runtime.supervisor import Restart, SetAside, Supervisor
 from headrace.server import events
 from headrace.server.choices import Choice
 from headrace.server.decoder_settings import DecoderSettings
 from headrace.server.outbox import Outbox
 from headrace.server.standing import Standing
-from headrace.server.terminals import Ending, Terminal
+from headrace.server.terminals import Ending, Terminal, ending_of
 
 _log = logging.getLogger("headrace.server")
 
 RECEIVED_AT_ONCE = 256  # messages of one owner, before others have their turn
 CLOSE_GRACE_S = 5.0
-EXIT_WITHIN_S = 0.1  # from the end of an owner's channel to that of its process, to tell how
+CLOSE_WITHIN_S = 10.0  # of owners that were given up, and of checks that are still made for one
+EXIT_WITHIN_S = 0.02  # from the end of an owner's channel to its exit status
+_UNLUCKY = (HeadraceError, OSError, MemoryError, RuntimeError)  # no descriptor, memory or thread
 OVERDUE_S = 1.0  # after a deadline, until an owner that does not tell of it is no longer waited for
 
 
@@ -54,7 +56,9 @@ class ServedDecoder:
         self._told = told
         self._changed = changed
         self._over = over
-        self._supervisor = Supervisor(settings.name, settings.restart, time.monotonic_ns())
+        self._supervisor = Supervisor(
+            f"decoder {settings.name}", settings.restart, time.monotonic_ns()
+        )
         self._link: OwnerLink | None = None
         self._running: dict[int, Choice] = {}
         self._next_label = 0
@@ -90,9 +94,7 @@ class ServedDecoder:
     @property
     def hopeless(self) -> bool:
         """Whether it serves nothing any more, whatever is waited for."""
-        if self.state in ("set aside", "stopped"):
-            return True
-        return self.state == "ready" and (self.lanes == 0 or self._standing.forsaken)
+        return self.state in ("set aside", "stopped")
 
     @property
     def load(self) -> float:
@@ -138,9 +140,11 @@ class ServedDecoder:
             raise
         except Exception as exc:  # the others behind it go on
             del self._running[label]
-            terminal, field = _fault_of(exc)
-            self._fail(choice, Ending(terminal, str(exc), field=field))
-            self._tell_end(choice, _untold(label, terminal, str(exc)))
+            ending = ending_of(exc)
+            if ending.terminal is Terminal.BUG:
+                _log.error("choice %d of %s cannot be told", label, self.name, exc_info=exc)
+            self._fail(choice, ending)
+            self._tell_end(choice, _untold(label, ending.terminal, ending.text))
             self._changed()
 
     def _watch_deadline(self, label: int, choice: Choice) -> None:
@@ -174,8 +178,8 @@ class ServedDecoder:
             if self._stopping:
                 return
             link.spawn()
-        except HeadraceError as exc:
-            self._lost(str(exc), mistake=isinstance(exc, Refused))
+        except _UNLUCKY as exc:
+            self._lost(str(exc) or type(exc).__name__, mistake=isinstance(exc, Refused))
             return
         self._link, self._outbox = link, Outbox(link)
         asyncio.get_running_loop().add_reader(link.fileno(), self._readable)
@@ -195,7 +199,7 @@ class ServedDecoder:
             grace_s = grace_s if not loads and link.ask_to_end() else 0.0
             await asyncio.to_thread(_close, self.name, link, grace_s)
         if self._closings:
-            await asyncio.wait(self._closings)
+            await asyncio.wait(self._closings, timeout=CLOSE_WITHIN_S)
         if self.state != "stopped":
             self._enter("stopped", "the server is shutting down")
 
@@ -248,9 +252,9 @@ class ServedDecoder:
     def _check_standing(self, report: Inspected) -> None:
         """An owner that can serve nothing any more is ended, which proves all of its quiet."""
         if self._standing.forsaken:
-            self._lost(f"no source is left: {report.sources[0].reason}")
+            self._lost(f"no source is left: {report.sources[0].reason}", well=False)
         elif self.lanes == 0:
-            self._lost("all of its lanes are quarantined")
+            self._lost("all of its lanes are quarantined", well=False)
 
     def _token(self, token: Token) -> None:
         choice = self._running.get(token.label)
@@ -291,15 +295,18 @@ class ServedDecoder:
             )
         )
 
-    def _lost(self, reason: str, *, mistake: bool = False) -> None:
-        """The owner is dead or has to be: all that ran on it fails, and it is started again."""
+    def _lost(self, reason: str, *, mistake: bool = False, well: bool = True) -> None:
+        """The owner is dead or has to be: all that ran on it fails, and it is started again.
+
+        well: whether having been up for long forgives earlier deaths.
+        """
         first = self.incarnation == 0 and self.state == "starting"
         link = self._forget_link()
         if link is not None:
             self._close_apart(link)
         self.mistake = mistake and first  # later it is what was lacking just then
         self._fail_all(Terminal.OWNER_DIED, f"decoder {self.name}: {reason}")
-        decision = self._supervisor.died(reason, time.monotonic_ns())
+        decision = self._supervisor.died(reason, time.monotonic_ns(), well=well)
         if self._stopping:
             self._enter("stopped", reason)
         elif isinstance(decision, Restart) and not self.mistake:
@@ -307,7 +314,8 @@ class ServedDecoder:
             delay_s = max(0.0, decision.at_ns / 1e9 - time.monotonic())
             self._later(delay_s, self._start_again)
         else:
-            self._enter("set aside", reason)
+            aside = decision.reason if isinstance(decision, SetAside) else reason
+            self._enter("set aside", aside)
 
     def _start_again(self) -> None:
         if not self._stopping:
@@ -374,13 +382,6 @@ class ServedDecoder:
 
     def _later(self, delay_s: float, act: Callable[[], None]) -> None:
         self._timers.append(asyncio.get_running_loop().call_later(delay_s, act))
-
-
-def _fault_of(exc: Exception) -> tuple[Terminal, str | None]:
-    """What is no fault of an option's value is one of ours, or this host lacks something."""
-    if not isinstance(exc, Refused):
-        return Terminal.BUG, None
-    return (Terminal.INVALID, exc.field) if exc.field else (Terminal.NOT_READY, None)
 
 
 def _untold(label: int, terminal: Terminal, text: str) -> Ended:

@@ -126,6 +126,9 @@ class Dispatcher:
         if self.draining:
             text = "the server is shutting down"
             raise Ending(Terminal.SHUTTING_DOWN, text, retry_after_s=5.0)
+        self._check_hope(model)
+
+    def _check_hope(self, model: str) -> None:
         serving = [each for each in self._decoders if model in each.settings.models]
         if all(each.hopeless for each in serving):
             reasons = "; ".join(f"{each.name}: {each.reason}" for each in serving)
@@ -162,7 +165,7 @@ class Dispatcher:
             return
         for choice in list(self._waiting.values()):
             try:
-                self._check_served(choice.job.model)
+                self._check_hope(choice.job.model)
             except Ending as exc:
                 self._leave(choice)
                 choice.fail(exc)

@@ -19,7 +19,7 @@ from headrace.server import events
 from headrace.server.budget import Held
 from headrace.server.config import HttpConfig
 from headrace.server.hosts import check_asked
-from headrace.server.terminals import Ending, Terminal
+from headrace.server.terminals import BUG_TEXT, Ending, Terminal
 
 _log = logging.getLogger("headrace.server")
 
@@ -45,7 +45,6 @@ ENDPOINTS: Final[Mapping[str, events.Endpoint]] = {
 
 BODY_WITHIN_S = 30.0
 FULL_AGAIN_S = 1.0  # when to come again after too many connections
-BUG_TEXT = "a fault of this server; see its log"
 _LABEL = re.compile(rb"[\x21-\x7e]{1,128}")
 _TRACEPARENT = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -229,8 +228,8 @@ async def send_error(send: Send, ending: Ending, more: Sequence[tuple[bytes, byt
         headers.append((b"retry-after", str(max(1, math.ceil(ending.retry_after_s))).encode()))
     if ending.terminal is Terminal.UNAUTHORIZED:
         headers.append((b"www-authenticate", b"Bearer"))
-    if ending.terminal in (Terminal.TOO_LARGE, Terminal.TOO_MANY_CONNECTIONS):
-        headers.append((b"connection", b"close"))  # the rest of its body is not read
+    if ending.terminal is Terminal.TOO_MANY_CONNECTIONS:
+        headers.append((b"connection", b"close"))
     await send_json(send, ending.status, msgspec.json.encode(ending.body()), headers)
 
 

@@ -28,6 +28,8 @@ def read_keys(http: HttpConfig) -> tuple[str, ...]:
     if key is not None:
         if not key.strip():
             raise Refused(f"{KEY_VARIABLE} is set and empty; give it a key, or unset it")
+        if not key.isascii():
+            raise Refused(f"{KEY_VARIABLE} is no ASCII text; give it a key that is")
         found.append(key.strip())
     return tuple(dict.fromkeys(found))
 

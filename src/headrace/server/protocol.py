@@ -9,7 +9,7 @@ direction, since the two look the same.
 
 What is relied on of uvicorn's class, beside the methods of `asyncio.Protocol`: `app_state`,
 `conn`, `connections`, `cycle`, `flow`, `loop`, `transport`, `on_response_complete`,
-`send_400_response` and `shutdown`.
+`send_400_response`, `shutdown` and `_unset_keepalive_if_required`.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ class Connection(H11Protocol):
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self._awaits is Awaits.CLOSE:
+        # Behind a request that is the connection's last, whatever comes is none.
+        if self._awaits is Awaits.CLOSE or self.conn.their_state is h11.MUST_CLOSE:
             return
         if self._awaits is Awaits.NEXT:
             self._wait_for(Awaits.HEAD, self._limits.head_within_s)
@@ -171,6 +172,7 @@ class Connection(H11Protocol):
         else:
             self._wait_for(Awaits.NEXT, self._limits.keep_alive_s)
         super().on_response_complete()
+        self._unset_keepalive_if_required()  # its one timer, which knows no head that has begun
 
     def send_400_response(self, msg: str) -> None:
         exc = sys.exception()

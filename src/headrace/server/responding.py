@@ -141,11 +141,13 @@ class Responding:
         return b"".join(told), None
 
     async def _until_begun(self) -> None:
-        while not any(saying.begun for saying in self._sayings):
+        while True:
             self._news.clear()
             failed = next((s.choice.failure for s in self._sayings if s.choice.failure), None)
             if failed is not None:
                 raise failed
+            if any(saying.begun for saying in self._sayings):
+                return
             if not any(saying.begun for saying in self._sayings):
                 await self._news.wait()
 

@@ -234,11 +234,11 @@ class _Serving:
 
     async def _close(self, serving: asyncio.Future[None]) -> None:
         self._dispatcher.close()
-        self._answering.close()
         await asyncio.gather(*(each.stop(CLOSE_GRACE_S) for each in self._decoders))
         self._http.should_exit = True
         with contextlib.suppress(asyncio.CancelledError):
             await serving
+        self._answering.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
 

@@ -42,7 +42,12 @@ class Standing(NamedTuple):
         """Prompts that can be prefilled at once."""
         if self.alone or self.up is None:
             return int(self.alone)
-        return self.up.num_slots * self.sources // max(1, self.up.num_sources)
+        report = self.report
+        if report is None or report.truncated or not report.slots:
+            return self.up.num_slots * self.sources // max(1, self.up.num_sources)
+        serving = {each.source for each in self._held if each.state == _IN_SERVICE}
+        usable = (each.state != "quarantined" for each in report.slots if each.source in serving)
+        return sum(usable)
 
     @property
     def alone(self) -> bool:

@@ -11,8 +11,11 @@ from typing import Final
 
 from msgspec import Struct
 
+from headrace.errors import Refused
 from headrace.messages import Ended
 from headrace.protocol.commands import Cause
+
+BUG_TEXT: Final = "a fault of this server; see its log"
 
 
 class Terminal(Enum):
@@ -169,3 +172,14 @@ def terminal_of(ended: Ended) -> Terminal:
         return _OF_CAUSE[Cause(ended.cause)]
     except (ValueError, KeyError):
         return Terminal.BUG
+
+
+def ending_of(exc: Exception) -> Ending:
+    """What kept a choice from being told to its owner.
+
+    What is no fault of an option's value is one of ours, or this host lacks something.
+    """
+    if not isinstance(exc, Refused):
+        return Ending(Terminal.BUG, BUG_TEXT)
+    terminal = Terminal.INVALID if exc.field else Terminal.NOT_READY
+    return Ending(terminal, str(exc), field=exc.field or None)

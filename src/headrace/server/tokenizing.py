@@ -27,7 +27,7 @@ class Tokenizing:
         self._budget = Budget(4 * max_body_nbytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._budget.of_one() as held:
+        with self._budget.of_one(scope["state"]["client"]) as held:
             raw = await read_body(scope, receive, self._max_body_nbytes, held)
             try:
                 reply = await self._encoding.run(lambda: self._reply(raw), len(raw))

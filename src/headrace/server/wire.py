@@ -36,7 +36,7 @@ def bind(http: HttpConfig) -> socket.socket:
         found = socket.getaddrinfo(
             http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-    except OSError as exc:
+    except (OSError, UnicodeError) as exc:  # a label that is empty or too long
         raise Refused(f"http.host {http.host!r} is no address: {exc}", field="http.host") from exc
     family, kind, proto, _, address = found[0]
     sock = socket.socket(family, kind, proto)

@@ -24,9 +24,10 @@ from headrace.messages import (
     Token,
     Withdraw,
 )
+from headrace.runtime.supervisor import RestartPolicy
 from headrace.server import decoders, events
 from headrace.server.label_words import outcome_of
-from headrace.server.terminals import Terminal
+from headrace.server.terminals import BUG_TEXT, Terminal
 from tests.server_stand import ended
 from tests.unit.server.decoder_stand import Fix, report, room, run, scripted_links, source, up
 
@@ -113,7 +114,8 @@ def test_a_choice_that_cannot_be_told_fails_alone(
         assert (first.failure.terminal, first.failure.field) == (terminal, field)
         assert fix.over == [first]
         (told,) = [each for each in fix.events if isinstance(each, events.ChoiceEnded)]
-        assert (told.choice, told.ended.outcome, told.ended.reason) == (0, "failed", str(error))
+        assert (told.choice, told.ended.outcome) == (0, "failed")
+        assert told.ended.reason == first.failure.text
         refused = terminal is not Terminal.BUG
         assert (outcome_of(told.ended) == "refused") == refused
         assert link.told[-1][1] == 1
@@ -285,7 +287,7 @@ def test_quarantined_lanes_and_dead_sources_leave_less_room() -> None:
         await fix.say(report(dead, dead, quarantined=1))
         assert (fix.decoder.ready, fix.decoder.hopeless) == (False, False)
         await fix.say(report(source(), source(), quarantined=3))
-        assert (fix.decoder.ready, fix.decoder.hopeless) == (False, True)
+        assert (fix.decoder.ready, fix.decoder.hopeless) == (False, False)
         await fix.end()
 
     run(test)
@@ -298,7 +300,8 @@ def test_an_owner_whose_sources_are_gone_for_good_is_started_again() -> None:
         gone = source("set aside", "it died 5 times")
         choice = fix.submit()
         await fix.say(report(gone))
-        assert fix.decoder.hopeless  # no more is sent there, and what runs ends first
+        # No more is sent there, what runs ends first, and what waits is not refused.
+        assert (fix.decoder.ready, fix.decoder.hopeless) == (False, False)
         assert fix.states()[-1] == "ready"
         await fix.say(replace(ended(), label=0), report(gone))
         assert choice.failure is None
@@ -386,6 +389,42 @@ def test_an_end_is_told_with_its_intervals() -> None:
         (told,) = [each for each in fix.events if isinstance(each, events.ChoiceEnded)]
         assert (told.source_intervals, told.owner_intervals) == ((of_source,), (of_owner,))
         assert (told.num_tokens, told.ended, choice.ended) == (1, last, last)
+        await fix.end()
+
+    run(test)
+
+
+def test_a_bug_in_telling_a_choice_is_logged_and_not_told_to_its_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        fix = Fix()
+        link = await fix.up()
+        link.fails = TypeError("of the inside")
+        choice = fix.submit()
+        assert choice.failure is not None
+        assert (choice.failure.terminal, choice.failure.text) == (Terminal.BUG, BUG_TEXT)
+        assert "of the inside" in caplog.text
+        await fix.end()
+
+    run(test)
+
+
+def test_being_up_for_long_without_a_source_is_no_health() -> None:
+    """Else an owner whose sources die again and again would be started for ever."""
+
+    async def test() -> None:
+        restart = RestartPolicy(first_delay_s=30.0, max_failures=3, healthy_after_s=0.0)
+        fix = Fix(restart=restart)
+        await fix.decoder.start()
+        gone = source("set aside", "it died 5 times")
+        for _ in range(2):
+            await fix.say(up(), report(gone))
+            assert fix.decoder.state == "waiting"
+            await fix.again()
+        await fix.say(up(), report(gone))
+        assert fix.decoder.state == "set aside"
+        assert fix.decoder.reason.startswith("decoder left died 3 times")
         await fix.end()
 
     run(test)

@@ -130,7 +130,8 @@ def test_one_that_keeps_dying_is_set_aside_and_hopeless() -> None:
                 await fix.again()
             await fix.say(OwnerFailed("no device"))
         assert (fix.decoder.state, fix.decoder.hopeless) == ("set aside", True)
-        assert fix.decoder.reason == "no device"
+        assert fix.decoder.reason.startswith("decoder left died 3 times within")
+        assert fix.decoder.reason.endswith("the last: no device")
         assert not fix.decoder.mistake
         await fix.end()
         assert fix.states() == [*["starting", "waiting"] * 2, "starting", "set aside", "stopped"]
@@ -324,5 +325,28 @@ def test_none_is_started_after_a_stop() -> None:
         fix.decoder._start_again()
         assert len(Link.made) == num_made
         assert fix.decoder.state == "stopped"
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(24, "Too many open files"), MemoryError(), RuntimeError("can't start new thread")],
+)
+def test_what_this_host_lacks_for_a_start_is_tried_again(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        fix = Fix()
+
+        def fails(link: Link) -> None:
+            link.pid = 0  # there is nothing to close
+            raise error
+
+        monkeypatch.setattr(Link, "spawn", fails)
+        await fix.decoder.start()
+        assert fix.decoder.state == "waiting"
+        assert fix.decoder.reason
+        await fix.end()
 
     run(test)

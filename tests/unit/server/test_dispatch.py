@@ -228,3 +228,23 @@ def test_after_a_close_nothing_waits_and_nothing_is_taken() -> None:
         await stand.nothing_left()
 
     run(test)
+
+
+def test_a_drain_goes_on_with_what_waits_although_another_decoder_is_set_aside() -> None:
+    async def test() -> None:
+        stand = Stand(num_decoders=2, lanes=1)
+        good, aside = stand.decoders
+        aside.settings.models = ("other",)
+        aside.state = "set aside"
+        choices = ask(stand, lengths=[5] * 3)
+        await stand.quiet()
+        stand.dispatcher.draining = True
+        stand.dispatcher.look_soon()
+        await stand.quiet()
+        assert [each.failure for each in choices] == [None] * 3
+        for _ in choices:
+            good.end(good.running[0])
+            await stand.quiet()
+        assert all(each.over and each.failure is None for each in choices)
+
+    run(test)

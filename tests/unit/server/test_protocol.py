@@ -66,7 +66,7 @@ class Stand:
             log_config=None,
             access_log=False,
             h11_max_incomplete_event_size=4096,
-            timeout_keep_alive=60,
+            timeout_keep_alive=1,
         )
         self.state = ServerState()
         self.address = ("", 0)
@@ -697,3 +697,37 @@ def test_uvicorn_has_all_that_is_relied_on() -> None:
         assert f"self.{name}" in of_it
     assert '"state": self.app_state.copy()' in inspect.getsource(H11Protocol.handle_events)
     assert "self.send_400_response(" in inspect.getsource(H11Protocol.handle_events)
+
+
+@pytest.mark.parametrize("head", ["GET / HTTP/1.0", "GET / HTTP/1.1\r\nConnection: close"])
+def test_what_comes_behind_a_last_request_cuts_no_response(head: str) -> None:
+    """Some clients send an empty line behind a body; a connection that ends then reads no more."""
+
+    async def test() -> None:
+        app = Waits(reads=False)
+        async with stand(app) as made:
+            reader, writer = await made.connect()
+            writer.write(f"{head}\r\nHost: localhost\r\n\r\n".encode())
+            await app.begun.wait()
+            writer.write(b"\r\n")
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            app.may.set()
+            status, _, body = await whole(reader)
+            assert (status, body) == (200, b'"waited"')
+            assert not made.rejected
+
+    run(test())
+
+
+def test_no_timer_of_uvicorns_closes_a_connection_on_which_a_head_has_begun() -> None:
+    async def test() -> None:
+        async with stand(hello, keep_alive_s=5.0) as made:
+            reader, writer = await made.connect()
+            writer.write(GET + GET[:10])  # the beginning of a further one comes with the first
+            assert (await whole(reader))[0] == 200
+            await asyncio.sleep(1.3)  # uvicorn's own limit between two requests is 1 s here
+            writer.write(GET[10:])
+            assert (await whole(reader))[0] == 200
+
+    run(test())
