@@ -643,6 +643,7 @@ def script(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
 
 
+@pytest.mark.full_matrix
 def test_the_script_runs_dry_from_a_clone(tmp_path: Path) -> None:
     """In one command, with no step left behind and no model either."""
     folder = tmp_path / "out"

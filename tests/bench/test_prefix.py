@@ -23,6 +23,7 @@ def command(out: Path, *more: str, rest: int = 6) -> list[str]:
     return ["bench", "prefix", "--model", model, *sizes, "--out", str(out), *more]
 
 
+@pytest.mark.full_matrix
 def test_every_label_of_every_kind_is_measured_and_drawn(tmp_path: Path) -> None:
     out = tmp_path / "prefix.jsonl"
     assert run_command(command(out)) == 0

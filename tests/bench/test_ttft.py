@@ -146,6 +146,7 @@ def test_a_prompt_that_is_too_long_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
+@pytest.mark.full_matrix
 def test_rows_of_every_route_alone_and_over_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

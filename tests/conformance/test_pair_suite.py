@@ -294,6 +294,7 @@ def test_a_call_that_never_comes_back_is_told() -> None:
     assert "1 of 2 cases failed: exactness" in done.stdout
 
 
+@pytest.mark.full_matrix
 def test_an_engine_without_logits_is_checked_as_well() -> None:
     cases = run(suite_of("open_token_only"))
     assert {case["result"] for case in cases.values()} == {"ok"}, cases

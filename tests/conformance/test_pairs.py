@@ -130,6 +130,7 @@ class TestCudaSourceOnFakeCpu(TestReplayCpu):
         return replace(super().settings, source_options=options)
 
 
+@pytest.mark.full_matrix
 def test_the_worked_pair_conforms(tmp_path: Path) -> None:
     """The page's own engine, decoder and subclass, as written there."""
     (suite,) = (block for block in blocks(BACKENDS) if "PairConformance" in block.code)

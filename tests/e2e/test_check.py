@@ -87,6 +87,7 @@ def test_replay_to_null_holds_and_is_reported(tmp_path: Path) -> None:
     assert leftovers()["shm"] == shm
 
 
+@pytest.mark.full_matrix
 def test_a_tiny_model_from_torch_to_cpu_holds() -> None:
     model = str(directory_of("gemma3"))
     pair = ["--source", "torch", "--decoder", "cpu", "--model", model, "--quick"]
