@@ -20,7 +20,6 @@ from headrace.messages import (
     FromOwner,
     Inspect,
     Inspected,
-    Sampling,
     Shutdown,
     Submit,
     Token,
@@ -30,30 +29,14 @@ from headrace.messages import (
     decode_to_owner,
     encode,
 )
+from headrace.runtime.owner_link import submit_of
 from headrace.runtime.owner_main import CLOGGED_TURN_S, OwnerProcess
+from headrace.runtime.requests import RequestOptions
 from tests.faults.lab import NUM_TOKENS, Lab, prompt
 
 LANES = 4
 MAX_TOKENS = 20
-SUBMIT = Submit(
-    label=0,
-    num_tokens=NUM_TOKENS,
-    max_tokens=MAX_TOKENS,
-    route="streamed",
-    group_layers=1,
-    chunk=0,
-    prefill_chunk=0,
-    emission="layers",
-    digest=False,
-    stop_tokens=(),
-    sampling=Sampling(),
-    audit=False,
-    trace=False,
-    deadline_ns=None,
-    on_failure="fail",
-    max_attempts=1,
-    poison=False,
-)
+SUBMIT = submit_of(0, NUM_TOKENS, RequestOptions(route="streamed", max_tokens=MAX_TOKENS))
 
 
 class Router:

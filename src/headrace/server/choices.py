@@ -51,11 +51,6 @@ class Choice:
         return self.ended is not None or self.failure is not None
 
     @property
-    def unwanted(self) -> bool:
-        """Whether nobody waits for it any more."""
-        return self._unwanted
-
-    @property
     def num_cached(self) -> int:
         """Positions of its prompt that the decoder had kept, once it is over."""
         reuse = None if self.ended is None else self.ended.reuse

@@ -27,7 +27,7 @@ def test_a_drop_withdraws_once_and_keeps_no_token() -> None:
     choice.drop()
     choice.drop()
     choice.came(Token(0, 66))
-    assert (withdrawn, choice.take(), choice.unwanted, choice.num_tokens) == ([1], None, True, 2)
+    assert (withdrawn, choice.take(), choice.num_tokens) == ([1], None, 2)
 
 
 @pytest.mark.parametrize("how", ["ended", "failed"])
