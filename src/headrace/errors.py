@@ -6,6 +6,12 @@ builtin such as `ValueError`, so that a broad `except ValueError` cannot swallow
 
 from __future__ import annotations
 
+import errno
+from typing import Final
+
+SHORTAGES: Final = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
+"""The errnos of what this host, or a limit, has too little of just now."""
+
 
 class HeadraceError(Exception):
     """Base of all errors that headrace raises on purpose."""
@@ -51,11 +57,14 @@ class Refused(HeadraceError):
     """A request or a pairing cannot be served as asked; the text says what to change.
 
     `field` names the manifest field or the option at fault, and is empty where there is none.
+    `shortage`: nobody is mistaken; this host has too little memory, descriptors or processes just
+    now.
     """
 
-    def __init__(self, text: str, *, field: str = "") -> None:
+    def __init__(self, text: str, *, field: str = "", shortage: bool = False) -> None:
         super().__init__(text)
         self.field = field
+        self.shortage = shortage
 
 
 class BackendUnavailable(HeadraceError):

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Self
 
 from headrace.engine.capacity import MORE_MEMORY, available_nbytes, require_memory
-from headrace.errors import Closed, Refused, RemoteProtocolError
+from headrace.errors import SHORTAGES, Closed, Refused, RemoteProtocolError
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -173,7 +173,9 @@ def _memfd(label: str) -> int:
     except OSError as error:
         if error.errno == errno.EMFILE:
             advice = "This process has all the files open that it may; raise `ulimit -n`"
-        raise Refused(f"memfd_create failed: {error.strerror}. {advice}") from error
+        raise Refused(
+            f"memfd_create failed: {error.strerror}. {advice}", shortage=error.errno in SHORTAGES
+        ) from error
 
 
 def _allocate(fd: int, nbytes: int, label: str) -> None:
@@ -183,7 +185,8 @@ def _allocate(fd: int, nbytes: int, label: str) -> None:
         remedy = "Raise `ulimit -f`" if error.errno == errno.EFBIG else MORE_MEMORY
         raise Refused(
             f"{label}: needs {nbytes} bytes of shared memory, {available_nbytes()} bytes available "
-            f"({error.strerror}). {remedy}"
+            f"({error.strerror}). {remedy}",
+            shortage=error.errno in SHORTAGES,
         ) from error
 
 
@@ -218,7 +221,8 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
     except OSError as error:
         raise Refused(
             f"cannot map a slab of {nbytes} bytes: {error.strerror}. "
-            "Check `ulimit -v` and free memory"
+            "Check `ulimit -v` and free memory",
+            shortage=error.errno in SHORTAGES,
         ) from error
     return mapping
 
@@ -278,7 +282,10 @@ def memfd_with(payload: bytes | memoryview, label: str = "headrace-payload") -> 
             view = view[os.write(fd, view) :]
     except OSError as error:
         os.close(fd)
-        raise Refused(f"{label}: cannot be written ({error.strerror}). {MORE_MEMORY}") from error
+        raise Refused(
+            f"{label}: cannot be written ({error.strerror}). {MORE_MEMORY}",
+            shortage=error.errno in SHORTAGES,
+        ) from error
     return fd
 
 

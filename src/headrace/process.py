@@ -21,7 +21,14 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import IO, NoReturn, Self
 
-from headrace.errors import Closed, DeviceError, LocalProtocolError, Refused, WouldBlock
+from headrace.errors import (
+    SHORTAGES,
+    Closed,
+    DeviceError,
+    LocalProtocolError,
+    Refused,
+    WouldBlock,
+)
 
 PARENT_PID_VARIABLE = "HEADRACE_PARENT_PID"
 ORPHAN_STATUS = 75
@@ -237,7 +244,9 @@ def _start(
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, f"Check that `{command[0]} -V` works")
         raise Refused(
-            f"cannot run {command[0]}: {error.strerror}. {remedy}", field="interpreter"
+            f"cannot run {command[0]}: {error.strerror}. {remedy}",
+            field="interpreter",
+            shortage=error.errno in SHORTAGES,
         ) from error
 
 
@@ -249,7 +258,8 @@ def _watch(popen: subprocess.Popen[bytes]) -> int:
         popen.wait()
         raise Refused(
             f"cannot watch a child process: pidfd_open: {error.strerror}. This needs Linux 5.3 or "
-            "newer, a sandbox that allows pidfd_open, and a free descriptor (`ulimit -n`)"
+            "newer, a sandbox that allows pidfd_open, and a free descriptor (`ulimit -n`)",
+            shortage=error.errno in SHORTAGES,
         ) from error
 
 

@@ -28,9 +28,11 @@ from headrace.protocol.books import Limits
 from headrace.runtime.config import OwnerConfig, SourceConfig
 from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.owner_link import OwnerFailed
+from headrace.runtime.owner_main import _named
 from headrace.runtime.requests import RequestOptions
 from headrace.runtime.router import OwnerClient
 from headrace.runtime.supervisor import RestartPolicy
+from headrace.runtime.worker import SourceHandle
 from tests.faults.lab import CONTEXT, GATED, GEOMETRY, LAYERS, Gate, prompt
 
 STREAMED = RequestOptions(route="streamed", max_tokens=1, audit=True)
@@ -368,9 +370,35 @@ def test_a_mistake_in_the_config_is_one_sentence(
             client.start()
     finally:
         client.close()
+    assert not caught.value.shortage
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
     assert time.monotonic() - begun_s < 5.0
+
+
+@pytest.mark.parametrize("engine", ["open_short", "open_out_of_memory"])
+def test_what_is_short_just_now_is_refused_and_told_from_a_mistake(
+    tmp_path: Path, engine: str
+) -> None:
+    """From a source by its owner to who started that."""
+    gate = Gate(tmp_path / "gate")
+    gate.open()
+    client = OwnerClient(config(gate, source=f"tests.unit.runtime.engines:{engine}"))
+    try:
+        with pytest.raises(Refused) as caught:
+            client.start()
+    finally:
+        client.close()
+    assert caught.value.shortage
+
+
+@pytest.mark.parametrize("shortage", [False, True])
+def test_a_refusal_about_one_of_several_sources_stays_what_it_is(shortage: bool) -> None:
+    handles = [SourceHandle("replay", {}, name=name) for name in ("a", "b")]
+    with pytest.raises(Refused) as caught, _named(handles[1], handles):
+        raise Refused("cannot run python", field="interpreter", shortage=shortage)
+    assert str(caught.value) == "source b: cannot run python"
+    assert (caught.value.field, caught.value.shortage) == ("interpreter", shortage)
 
 
 def test_a_source_that_dies_while_loading(tmp_path: Path) -> None:

@@ -178,10 +178,10 @@ def test_a_body_that_is_too_large_is_told_so_while_it_is_still_sent(tmp_path: Pa
     table = "[http]\nport = 0\nmax_body_bytes = 1024\n"
     with Served(tmp_path, decoder_table(), table) as served:
         port = int(served.url.rpartition(":")[2])
-        for _ in range(3):
+        for headers in ({}, {"Connection": "close"}) * 2:
             client = http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN_S)
             with closing(client):
-                client.request("POST", "/v1/completions", body=b"x" * (2 << 20))
+                client.request("POST", "/v1/completions", b"x" * (2 << 20), headers)
                 told = client.getresponse()
                 assert told.status == 413
                 assert json.loads(told.read())["error"]["code"] == "too-large"

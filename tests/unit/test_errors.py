@@ -31,6 +31,11 @@ def test_a_refusal_names_its_field() -> None:
     assert (str(Refused("text")), Refused("text").field) == ("text", "")
 
 
+def test_a_refusal_is_a_mistake_unless_it_says_that_something_is_short() -> None:
+    assert not Refused("text").shortage
+    assert Refused("text", shortage=True).shortage
+
+
 def test_an_unavailable_backend_says_who_where_what_and_what_to_do() -> None:
     error = BackendUnavailable("rbln", "import", "torch_rbln", "not found", "Install it")
     assert str(error) == "rbln: import: torch_rbln: not found. Install it"

@@ -353,3 +353,33 @@ def test_what_a_slab_holds() -> None:
     assert slab.statistics() == {"nbytes": 8192, "mapped": 1, "descriptors": 0}
     slab.close()
     assert slab.statistics() == {"nbytes": 8192, "mapped": 0, "descriptors": 0}
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "number", "shortage"),
+    [
+        (os, "memfd_create", errno.EMFILE, True),
+        (os, "memfd_create", errno.ENOSYS, False),
+        (os, "posix_fallocate", errno.ENOSPC, True),
+        (os, "posix_fallocate", errno.ENOMEM, True),
+        (os, "posix_fallocate", errno.EFBIG, False),
+        (memory, "_madvise", errno.ENOMEM, True),
+        (memory, "_madvise", errno.EINVAL, False),
+    ],
+)
+def test_what_is_short_just_now_is_told_from_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, of: object, name: str, number: int, shortage: bool
+) -> None:
+    monkeypatch.setattr(of, name, fail_with(number))
+    with pytest.raises(Refused) as told:
+        Slab.create(PAGE)
+    assert told.value.shortage is shortage
+
+
+def test_a_payload_that_cannot_be_written_is_a_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_fds()
+    monkeypatch.setattr(os, "write", fail_with(errno.ENOSPC))
+    with pytest.raises(Refused, match="cannot be written") as told:
+        memory.memfd_with(b"payload")
+    assert told.value.shortage
+    assert open_fds() == before

@@ -413,6 +413,27 @@ def test_a_child_that_cannot_be_watched_is_not_left_behind(
     assert open_fds() == before
 
 
+@pytest.mark.parametrize(
+    ("of", "name", "number", "shortage"),
+    [
+        *((subprocess, "Popen", each, True) for each in sorted(process._REMEDIES)),
+        (subprocess, "Popen", errno.ENOEXEC, False),
+        (os, "pidfd_open", errno.EMFILE, True),
+        (os, "pidfd_open", errno.ENOSYS, False),
+    ],
+)
+def test_what_is_short_just_now_is_told_from_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, of: object, name: str, number: int, shortage: bool
+) -> None:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(of, name, fail)
+    with pytest.raises(Refused) as told:
+        ChildProcess.spawn("this", [], stderr=subprocess.DEVNULL)
+    assert told.value.shortage is shortage
+
+
 def test_a_child_dropped_open_warns(nursery: Nursery) -> None:
     before = open_fds()
     child = nursery.spawn()

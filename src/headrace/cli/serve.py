@@ -184,7 +184,12 @@ def _serve(given: dict[str, Any]) -> int:
 
 
 def _placed(exc: HeadraceError, given: dict[str, Any]) -> HeadraceError:
-    """An error with what its user wrote the config in: a file, or flags."""
+    """An error with what its user wrote the config in: a file, or flags.
+
+    What this host lacks just now is no mistake, so its exit status is not that of one.
+    """
+    if isinstance(exc, Refused) and exc.shortage:
+        return HeadraceError(str(exc))
     with_a_file = "config" in given
     if isinstance(exc, BackendUnavailable) and not with_a_file:
         hint = in_flags(exc.hint)

@@ -22,12 +22,16 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def require_memory(nbytes: int, what: str) -> None:
-    """Refuse `what` unless `nbytes` and MEMORY_MARGIN_NBYTES are available. Raises: Refused."""
+    """Refuse `what` unless `nbytes` and MEMORY_MARGIN_NBYTES are available.
+
+    Raises: Refused; for a shortage where the host has that much, and not just now.
+    """
     available = available_nbytes()
     if nbytes + MEMORY_MARGIN_NBYTES > available:
         raise Refused(
             f"{what}: needs {nbytes} bytes and a margin of {MEMORY_MARGIN_NBYTES}, "
-            f"{available} bytes available. {MORE_MEMORY}"
+            f"{available} bytes available. {MORE_MEMORY}",
+            shortage=nbytes + MEMORY_MARGIN_NBYTES <= total_nbytes(),
         )
 
 

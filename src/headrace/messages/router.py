@@ -102,10 +102,14 @@ class Up(WireMessage, frozen=True, tag="up"):
 
 
 class Down(WireMessage, frozen=True, tag="down"):
-    """The owner cannot start or go on; `mistake` tells a user's mistake from a failure."""
+    """The owner cannot start or go on; `mistake` tells what was refused from a failure.
+
+    shortage: it was refused for what the host has too little of just now.
+    """
 
     mistake: bool
     reason: Text
+    shortage: bool = False
 
 
 class Token(WireMessage, frozen=True, tag="token"):

@@ -148,10 +148,14 @@ class Released(WireMessage, frozen=True, tag="released"):
 
 
 class Incompatible(WireMessage, frozen=True, tag="incompatible"):
-    """The source cannot serve this owner; it exits after saying why."""
+    """The source cannot serve this owner; it exits after saying why.
+
+    shortage: for what the host has too little of just now.
+    """
 
     field: Text
     reason: Text
+    shortage: bool = False
 
 
 ToSource: TypeAlias = Hello | Prefill | Cancel | Shutdown

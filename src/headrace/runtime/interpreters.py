@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from typing import Final
 
-from headrace.errors import Refused
+from headrace.errors import SHORTAGES, Refused
 from headrace.version import VERSION
 
 PROBE_TIMEOUT_S: Final = 60.0
@@ -25,7 +25,8 @@ def check_interpreter(interpreter: str, flag: str) -> None:
     `flag` is what names another one.
 
     Raises:
-        Refused: it is missing, is no Python, has no headrace or no msgspec, or another headrace.
+        Refused: it is missing, is no Python, has no headrace or no msgspec, or another headrace; or
+            this host lacks what it takes to ask it.
     """
     if shutil.which(interpreter) is None:
         raise Refused(
@@ -60,6 +61,9 @@ def _ask(interpreter: str) -> tuple[str, str]:
             check=False,
         )
     except OSError as exc:
+        if exc.errno in SHORTAGES:
+            text = f"cannot run {interpreter} just now: {exc.strerror}"
+            raise Refused(text, field="interpreter", shortage=True) from exc
         return "", f" ({exc.strerror})"
     except subprocess.TimeoutExpired:
         return "", f" (it was silent for {PROBE_TIMEOUT_S:.0f} s)"

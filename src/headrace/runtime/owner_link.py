@@ -134,7 +134,7 @@ class OwnerLink:
         message, _ = self._open_channel().receive()
         if isinstance(message, Down):
             if message.mistake:
-                raise Refused(message.reason)
+                raise Refused(message.reason, shortage=message.shortage)
             raise OwnerFailed(message.reason)
         return message
 

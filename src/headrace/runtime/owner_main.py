@@ -278,7 +278,8 @@ def main(arguments: list[str] | None = None) -> int:
             if not _tell(channel, Down(False, travelling_text(str(exc)))):
                 return 0  # it was the router that died
         except (Refused, BackendUnavailable) as exc:
-            _tell(channel, Down(True, travelling_text(str(exc))))
+            shortage = isinstance(exc, Refused) and exc.shortage
+            _tell(channel, Down(True, travelling_text(str(exc)), shortage))
         except HeadraceError as exc:
             _tell(channel, Down(False, travelling_text(f"{type(exc).__name__}: {exc}")))
         except MemoryError:
@@ -347,7 +348,7 @@ def _named(handle: SourceHandle, handles: Sequence[SourceHandle]) -> Iterator[No
         about = f"source {handle.name}"
         if len(handles) == 1 or about in str(exc):
             raise
-        raise Refused(f"{about}: {exc}", field=exc.field) from exc
+        raise Refused(f"{about}: {exc}", field=exc.field, shortage=exc.shortage) from exc
 
 
 def _open_decoder(config: OwnerConfig, handles: Sequence[SourceHandle]) -> Decoder:

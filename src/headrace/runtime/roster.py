@@ -29,8 +29,8 @@ class _Place:
     def standing(self, apart: set[SourceId]) -> tuple[SourceState, str]:
         if self.line is not None and self.line.standing[0] != "in service":
             return self.line.standing
-        if self.lost:
-            return "gone", self.lost
+        if self.lost:  # the next of a line comes when this one is dead
+            return ("gone" if self.line is None else "waiting to restart"), self.lost
         return ("set aside", _ALL_APART) if self.source in apart else ("in service", "")
 
 

@@ -207,11 +207,14 @@ def main(arguments: list[str] | None = None) -> int:
             return _serve(channel, parsed.engine, msgspec.json.decode(parsed.options))
         except PeerDied:
             return 0  # the owner is gone, and with it the reason to live
+        except Refused as exc:
+            field, reason = travelling_text(exc.field), travelling_text(str(exc))
+            channel.send(Incompatible(field, reason, exc.shortage))
         except HeadraceError as exc:
-            field = exc.field if isinstance(exc, Refused) else type(exc).__name__
-            channel.send(Incompatible(travelling_text(field), travelling_text(str(exc))))
+            channel.send(Incompatible(type(exc).__name__, travelling_text(str(exc))))
         except MemoryError:
-            channel.send(Incompatible("memory", f"too little memory. {MORE_MEMORY}"))
+            text = f"too little memory. {MORE_MEMORY}"
+            channel.send(Incompatible("memory", text, shortage=True))
         except Exception as exc:
             traceback.print_exc()
             channel.send(Incompatible("engine", travelling_text(f"{type(exc).__name__}: {exc}")))

@@ -326,7 +326,11 @@ class SourceHandle:
         if isinstance(message, Incompatible):
             if message.field == BackendUnavailable.__name__:
                 raise Refused(f"source {self.name} is unavailable: {message.reason}")
-            raise Refused(f"source {self.name}: {message.reason}", field=message.field)
+            raise Refused(
+                f"source {self.name}: {message.reason}",
+                field=message.field,
+                shortage=message.shortage,
+            )
         if not isinstance(message, kind):
             raise RemoteProtocolError(f"source {self.name} sent {type(message).__name__} first")
         return message

@@ -15,7 +15,13 @@ from typing import Literal, TypeAlias
 
 from headrace.server import events
 from headrace.server.asking import DEADLINE_HEADER, ROUTE_HEADER, asked_of
-from headrace.server.bodies import Body, chat_of, completion_of
+from headrace.server.bodies import (
+    Body,
+    chat_of,
+    check_choices,
+    completion_of,
+    without_prompts,
+)
 from headrace.server.budget import Budget, Held
 from headrace.server.config import ServeConfig
 from headrace.server.dispatch import Asked, Dispatcher
@@ -84,12 +90,17 @@ class Answering:
         choices = self._dispatcher.admit(asked, news)
         responding = Responding(asked.request, kind, body, model, choices, news, send)
         self._told.tell(_arrived(asked, kind, body, scope["state"]))
+        scope["state"]["admitted"] = True
         await self._respond(responding, receive)
 
     async def _read(
         self, kind: Kind, scope: Scope, receive: Receive, held: Held
     ) -> tuple[Asked, Body, ServedModel]:
-        """A request as it is asked for. Raises: Ending: it is refused."""
+        """A request as it is asked for; its body but for what is ids by now.
+
+        Raises:
+            Ending: it is refused.
+        """
         raw = await read_body(scope, receive, self._config.http.max_body_bytes, held)
         read = _BODIES[kind]
         body = read(raw) if len(raw) < LONG_BODY else await asyncio.to_thread(read, raw)
@@ -97,14 +108,18 @@ class Answering:
         if model is None:
             text = f"no model {body.model!r} is served here; see /v1/models"
             raise Ending(Terminal.UNKNOWN_MODEL, text, field="model")
+        check_choices(body, self._config.requests.max_choices)
+        self._dispatcher.check_room(model.name, body.num_choices)
         headers = {
             name: header(scope["headers"], name.encode()).decode("latin-1")
             for name in (ROUTE_HEADER, DEADLINE_HEADER)
         }
         client = scope["state"]["client"]
         number = next(self._requests)
-        asked = await asked_of(number, client, body, model, headers, self._config, self.encoding)
-        return asked, body, model
+        asked = await asked_of(
+            number, client, body, model, headers, self._config, self.encoding, receive
+        )
+        return asked, without_prompts(body), model
 
     async def _respond(self, responding: Responding, receive: Receive) -> None:
         """Tell the request's one terminal, whatever happens."""

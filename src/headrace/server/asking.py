@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import secrets
+import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast, get_args
 
 from headrace.errors import Refused
@@ -17,13 +20,13 @@ from headrace.server.bodies import (
     MAX_SEED,
     Body,
     ChatBody,
-    check_choices,
     options_of,
     seed_of_choice,
 )
 from headrace.server.config import ServeConfig
 from headrace.server.dispatch import Asked
 from headrace.server.encoding import Encoding
+from headrace.server.http import Receive
 from headrace.server.models import ServedModel
 from headrace.server.terminals import Ending, Terminal
 
@@ -41,21 +44,28 @@ async def asked_of(
     headers: Mapping[str, str],
     config: ServeConfig,
     encoding: Encoding,
+    receive: Receive,
 ) -> Asked:
     """What a good body asks for, choice by choice.
 
     headers: those named above, where they were sent; the body's own fields outrank them.
+    receive: of its request.
 
     Raises:
-        Ending: as INVALID, with the field at fault.
+        Ending: as INVALID, with the field at fault; its deadline passed, or its client left.
     """
-    check_choices(body, config.requests.max_choices)
     route, deadline_s = _route_of(headers), _deadline_of(headers)
     deadline_s = body.deadline_s or deadline_s or config.queue.deadline_s
-    prompts = await _prompts_of(body, model, encoding)
+    deadline_ns = None if deadline_s is None else time.monotonic_ns() + int(deadline_s * 1e9)
+    try:
+        async with asyncio.timeout(deadline_s):
+            prompts = await _prompts_of(client, body, model, encoding, receive)
+    except TimeoutError:
+        text = "its deadline passed before its text was encoded"
+        raise Ending(Terminal.DEADLINE, text) from None
     choices = [prompt for prompt in prompts for _ in range(body.n)]
     options = _options_of(body, model, [len(prompt) for prompt in choices], route, config)
-    return Asked(request, client, model.name, choices, options, deadline_s)
+    return Asked(request, client, model.name, choices, options, deadline_ns)
 
 
 def _options_of(
@@ -85,10 +95,13 @@ def _options_of(
     ]
 
 
-async def _prompts_of(body: Body, model: ServedModel, encoding: Encoding) -> list[array[int]]:
+async def _prompts_of(
+    client: str, body: Body, model: ServedModel, encoding: Encoding, receive: Receive
+) -> list[array[int]]:
     field = "messages" if isinstance(body, ChatBody) else "prompt"
     try:
-        prompts = await encoding.run(lambda: _encoded(body, model), _num_characters(body))
+        work = partial(_encoded, body, model)
+        prompts = await encoding.run(work, _num_characters(body), client, receive)
     except Refused as exc:
         raise Ending(Terminal.INVALID, str(exc), field=exc.field or field) from exc
     for prompt in prompts:
@@ -100,17 +113,14 @@ def _encoded(body: Body, model: ServedModel) -> list[array[int]]:
     if isinstance(body, ChatBody):
         messages = [{"role": each.role, "content": each.content} for each in body.messages]
         return [model.encode_chat(messages)]
-    return [
-        model.encode(prompt) if isinstance(prompt, str) else array("I", prompt)
-        for prompt in body.prompts
-    ]
+    return [model.encode(each) if isinstance(each, str) else each for each in body.prompts]
 
 
 def _num_characters(body: Body) -> int:
-    """What encoding costs, of all texts together."""
+    """What encoding costs, of all texts together; ids need none."""
     if isinstance(body, ChatBody):
         return sum(MESSAGE_COST + len(each.content) for each in body.messages)
-    return sum(len(prompt) for prompt in body.prompts)
+    return sum(len(each) for each in body.prompts if isinstance(each, str))
 
 
 def _max_tokens(body: Body, model: ServedModel, num_tokens: int, config: ServeConfig) -> int:

@@ -78,7 +78,7 @@ class QueueConfig(_Table, frozen=True, kw_only=True):
     deadline_s: Annotated[
         Seconds | None,
         says(
-            "Seconds from a request's admission to its first token, for requests that name none; "
+            "Seconds from when a request is here to its first token, for requests that name none; "
             "without it there is no deadline."
         ),
     ] = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from headrace.engine.environments import RNGD
 from headrace.engine.models import resolve
 from headrace.engine.text import max_positions_of
 from headrace.errors import Refused
+from headrace.plan import TOKEN_NBYTES
 from headrace.runtime.config import SourceConfig, names_of
 from headrace.runtime.pairs import ATOM, LANES, NULL, is_emulated, is_fake
 from headrace.server.config import DecoderTable, HttpConfig, ServeConfig, TelemetryConfig
@@ -37,6 +39,7 @@ from headrace.server.owner_configs import (
     owner_config,
     request_options,
 )
+from headrace.server.queue import CHOICE_NBYTES
 from headrace.server.sizes import Sizes, can_measure, measured
 
 _ARGUMENT_NBYTES = (1 << 17) - 64  # 32 pages, with the option's name
@@ -202,17 +205,34 @@ def _check_controls(tables: Sequence[DecoderTable]) -> None:
             raise Refused(
                 f"{name} is that of decoders[{seen[path]}] too; give each its own", field="control"
             )
-        if not path.parent.is_dir():
-            raise Refused(f"{name}: {path.parent} is not a directory; make it", field="control")
-        if len(os.fsencode(path)) > _CONTROL_NBYTES:
-            raise Refused(
-                f"{name} has more than {_CONTROL_NBYTES} bytes; give a shorter path",
-                field="control",
-            )
-        if path.exists() and not path.is_socket():
-            raise Refused(
-                f"{name}: {path} is there and no socket; name another path", field="control"
-            )
+        _check_control(name, path)
+
+
+def _check_control(name: str, path: Path) -> None:
+    if len(os.fsencode(path)) > _CONTROL_NBYTES:
+        raise Refused(
+            f"{name} has more than {_CONTROL_NBYTES} bytes; give a shorter path", field="control"
+        )
+    try:
+        directory, there = _mode(path.parent), _mode(path)
+    except (OSError, ValueError) as exc:  # of another user, or no path at all
+        why = exc.strerror if isinstance(exc, OSError) else exc
+        raise Refused(
+            f"{name}: {path} cannot be looked at ({why}); ask as the user that runs the server",
+            field="control",
+        ) from exc
+    if directory is None or not stat.S_ISDIR(directory):
+        raise Refused(f"{name}: {path.parent} is not a directory; make it", field="control")
+    if there is not None and not stat.S_ISSOCK(there):
+        raise Refused(f"{name}: {path} is there and no socket; name another path", field="control")
+
+
+def _mode(path: Path) -> int | None:
+    """None where nothing is."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _check_arguments(starts: Sequence[OwnerStart]) -> None:
@@ -304,11 +324,30 @@ def _warnings(config: ServeConfig) -> list[str]:
             f"decoders and sources have {threads} threads in all and this host gives {cores} "
             "cores: they slow each other down"
         )
+    found += _queue_warnings(config)
     for index, table in enumerate(config.decoders):
         found += _decoder_warnings(f"decoders[{index}]", table, config)
     if config.http.allow_open and not is_loopback(config.http.host):
         found.append(f"http.host is {config.http.host} and anybody may use it")
     return found
+
+
+def _queue_warnings(config: ServeConfig) -> Iterator[str]:
+    """What the queue is too small for even when nothing waits."""
+    queue, choices = config.queue, config.requests.max_choices
+    if queue.max_requests < choices:
+        yield (
+            f"queue.max_requests is {queue.max_requests} and requests.max_choices is {choices}: "
+            f"a request of more than {queue.max_requests} choices is answered 413"
+        )
+    for index, table in enumerate(config.decoders):
+        nbytes = CHOICE_NBYTES + TOKEN_NBYTES * table.context
+        if queue.max_bytes < nbytes:
+            longest = (queue.max_bytes - CHOICE_NBYTES) // TOKEN_NBYTES
+            yield (
+                f"queue.max_bytes is {queue.max_bytes} and decoders[{index}].context is "
+                f"{table.context}: a prompt of more than {longest} tokens is answered 413"
+            )
 
 
 def _decoder_warnings(place: str, table: DecoderTable, config: ServeConfig) -> Iterator[str]:

@@ -16,6 +16,7 @@ from headrace.runtime.requests import RequestOptions
 from headrace.runtime.supervisor import Restart, SetAside, Supervisor
 from headrace.server import events
 from headrace.server.choices import Choice
+from headrace.server.closing import closed
 from headrace.server.decoder_settings import DecoderSettings
 from headrace.server.outbox import Outbox
 from headrace.server.standing import Standing
@@ -25,7 +26,7 @@ _log = logging.getLogger("headrace.server")
 
 RECEIVED_AT_ONCE = 256  # messages of one owner, before others have their turn
 CLOSE_GRACE_S = 5.0
-CLOSE_WITHIN_S = 10.0  # of owners that were given up, and of checks that are still made for one
+CLOSE_WITHIN_S = 10.0  # of all owners, and of checks that are still made for one
 EXIT_WITHIN_S = 0.02  # from the end of an owner's channel to its exit status
 _UNLUCKY = (HeadraceError, OSError, MemoryError, RuntimeError)  # no descriptor, memory or thread
 OVERDUE_S = 1.0  # after a deadline, until an owner that does not tell of it is no longer waited for
@@ -179,7 +180,7 @@ class ServedDecoder:
                 return
             link.spawn()
         except _UNLUCKY as exc:
-            self._lost(str(exc) or type(exc).__name__, mistake=isinstance(exc, Refused))
+            self._lost(str(exc) or type(exc).__name__, mistake=_is_mistake(exc))
             return
         self._link, self._outbox = link, Outbox(link)
         asyncio.get_running_loop().add_reader(link.fileno(), self._readable)
@@ -196,8 +197,7 @@ class ServedDecoder:
         link = self._forget_link()
         if link is not None:
             loads = self.state == "starting"  # it would not hear it, and has nothing to end
-            grace_s = grace_s if not loads and link.ask_to_end() else 0.0
-            await asyncio.to_thread(_close, self.name, link, grace_s)
+            self._close_apart(link, grace_s if not loads and link.ask_to_end() else 0.0)
         if self._closings:
             await asyncio.wait(self._closings, timeout=CLOSE_WITHIN_S)
         if self.state != "stopped":
@@ -219,7 +219,7 @@ class ServedDecoder:
                 self._lost(f"its owner process {link.exit_text(EXIT_WITHIN_S)}")
                 return
             except HeadraceError as exc:
-                self._lost(str(exc), mistake=isinstance(exc, Refused))
+                self._lost(str(exc), mistake=_is_mistake(exc))
                 return
             self._hear(message)
 
@@ -303,7 +303,7 @@ class ServedDecoder:
         first = self.incarnation == 0 and self.state == "starting"
         link = self._forget_link()
         if link is not None:
-            self._close_apart(link)
+            self._close_apart(link, 0.0)
         self.mistake = mistake and first  # later it is what was lacking just then
         self._fail_all(Terminal.OWNER_DIED, f"decoder {self.name}: {reason}")
         decision = self._supervisor.died(reason, time.monotonic_ns(), well=well)
@@ -323,8 +323,8 @@ class ServedDecoder:
             self._closings.add(task)
             task.add_done_callback(self._closings.discard)
 
-    def _close_apart(self, link: OwnerLink) -> None:
-        task = asyncio.ensure_future(asyncio.to_thread(_close, self.name, link))
+    def _close_apart(self, link: OwnerLink, grace_s: float) -> None:
+        task = asyncio.ensure_future(closed(self.name, link, grace_s))
         self._closings.add(task)
         task.add_done_callback(self._closings.discard)
 
@@ -390,8 +390,6 @@ def _untold(label: int, terminal: Terminal, text: str) -> Ended:
     return Ended(label, "failed", text, mistake, None, "", (), "", (), None)
 
 
-def _close(name: str, link: OwnerLink, grace_s: float = 0.0) -> None:
-    try:
-        link.close(grace_s)
-    except HeadraceError as exc:
-        _log.error("the owner of %s was not ended: %s", name, exc)
+def _is_mistake(exc: Exception) -> bool:
+    """Whether to start it again would change nothing."""
+    return isinstance(exc, Refused) and not exc.shortage

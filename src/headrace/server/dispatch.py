@@ -15,17 +15,16 @@ from headrace.server import events
 from headrace.server.choices import Choice
 from headrace.server.config import QueueConfig
 from headrace.server.decoders import ServedDecoder
-from headrace.server.queue import FairQueue, Job, QueueFull
+from headrace.server.queue import CHOICE_NBYTES, FairQueue, Job, QueueFull
 from headrace.server.terminals import Ending, Terminal
-
-CHOICE_NBYTES = 512  # of a choice in the queue, beside its prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request that was found good: what is to be done, and for whom.
 
-    prompts, options: one of each per choice. deadline_s: from its arrival until it is published.
+    prompts, options: one of each per choice. deadline_ns: until when it must be published, on the
+    clock of time.monotonic_ns.
     """
 
     request: int
@@ -33,7 +32,7 @@ class Asked:
     model: str
     prompts: Sequence[array[int]]
     options: Sequence[RequestOptions]
-    deadline_s: float | None
+    deadline_ns: int | None
 
 
 class Dispatcher:
@@ -60,6 +59,19 @@ class Dispatcher:
         """Choices in the queue."""
         return len(self._waiting)
 
+    def check_room(self, model: str, num_choices: int) -> None:
+        """Refuse what could not be admitted now, however short its prompts are.
+
+        Raises:
+            Ending: as `admit`.
+        """
+        self._check_served(model)
+        try:
+            nbytes = num_choices * CHOICE_NBYTES
+            self._queue.check_room(num_choices, nbytes, time.monotonic_ns())
+        except QueueFull as exc:
+            raise _full(exc) from exc
+
     def admit(self, asked: Asked, news: asyncio.Event) -> list[Choice]:
         """Take a request into the queue, all its choices or none.
 
@@ -68,9 +80,6 @@ class Dispatcher:
         """
         self._check_served(asked.model)
         now_ns = time.monotonic_ns()
-        deadline_ns = None
-        if asked.deadline_s is not None:
-            deadline_ns = now_ns + int(asked.deadline_s * 1e9)
         choices = []
         for index, (prompt, options) in enumerate(zip(asked.prompts, asked.options, strict=True)):
             nbytes = CHOICE_NBYTES + TOKEN_NBYTES * len(prompt)
@@ -82,16 +91,13 @@ class Dispatcher:
                 options.max_tokens,
                 nbytes,
                 now_ns,
-                deadline_ns,
+                asked.deadline_ns,
             )
             choices.append(Choice(asked.request, index, job, prompt, options, news))
         try:
             self._queue.offer([choice.job for choice in choices])
         except QueueFull as exc:
-            if exc.never:
-                raise Ending(Terminal.TOO_LARGE, str(exc)) from exc
-            after_s = exc.retry_after_s
-            raise Ending(Terminal.QUEUE_FULL, str(exc), retry_after_s=after_s) from exc
+            raise _full(exc) from exc
         for choice in choices:
             self._waiting[choice.job.id] = choice
             choice.withdraw = self._withdrawal(choice)
@@ -202,6 +208,12 @@ class Dispatcher:
         if due_ns is not None:
             delay_s = max(0.0, (due_ns - now_ns) / 1e9)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.look_soon)
+
+
+def _full(exc: QueueFull) -> Ending:
+    if exc.never:
+        return Ending(Terminal.TOO_LARGE, str(exc))
+    return Ending(Terminal.QUEUE_FULL, str(exc), retry_after_s=exc.retry_after_s)
 
 
 def _with_deadline(options: RequestOptions, deadline_ns: int | None, now_ns: int) -> RequestOptions:

@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -43,7 +44,13 @@ ENDPOINTS: Final[Mapping[str, events.Endpoint]] = {
     "/tokenize": "tokenize",
 }
 
-BODY_WITHIN_S = 30.0
+BODY_WITHIN_S = 30.0  # and longer, as long as it comes at this rate
+BODY_RATE = 1 << 16  # bytes per second
+
+PIECE: Final = 1 << 16
+"""Bytes of a whole response that are sent at once; each waits until its client took the last."""
+
+LAST_WORD_WITHIN_S: Final = 0.5
 FULL_AGAIN_S = 1.0  # when to come again after too many connections
 _LABEL = re.compile(rb"[\x21-\x7e]{1,128}")
 _TRACEPARENT = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
@@ -54,7 +61,8 @@ class Front:
 
     It leaves in the scope's `state`: `label`, the client's X-Request-Id or one of ours;
     `traceparent`, as it came if it is one, or ""; `client`, whose share of the queue it takes;
-    `known`, whether it may be told what only who may use the server is told.
+    `known`, whether it may be told what only who may use the server is told. Where it finds
+    `admitted` there, somebody else tells the request's end.
     """
 
     def __init__(
@@ -76,14 +84,8 @@ class Front:
                 await send({"type": "websocket.close", "code": 1008})
             return
         headers: Headers = scope["headers"]
-        label = header(headers, b"x-request-id")
-        if _LABEL.fullmatch(label) is None:
-            label = secrets.token_hex(12).encode()
-        traceparent = header(headers, b"traceparent")
-        if _TRACEPARENT.fullmatch(traceparent) is None:
-            traceparent = b""
         state = scope.setdefault("state", {})
-        state["label"], state["traceparent"] = label.decode(), traceparent.decode()
+        label = _introduce(headers, state)
         scope["app"] = self  # so that the router raises what it does not serve
         started = False
 
@@ -103,6 +105,9 @@ class Front:
             await send_error(labelled, exc)
         except HTTPException as exc:
             await self._not_served(scope, labelled, exc)
+        except asyncio.CancelledError:  # at the end of a drain
+            await self._cut_off(scope, labelled, started=started)
+            raise
         except Exception:
             _log.exception("%s %s failed", scope["method"], scope["path"])
             if started:
@@ -110,6 +115,15 @@ class Front:
             bug = Ending(Terminal.BUG, BUG_TEXT)
             self._tell(scope, bug)
             await send_error(labelled, bug)
+
+    async def _cut_off(self, scope: Scope, send: Send, *, started: bool) -> None:
+        text = "the server is shutting down"
+        ending = Ending(Terminal.SHUTTING_DOWN, text, retry_after_s=5.0)
+        self._tell(scope, ending)
+        if not started:
+            with suppress(TimeoutError):  # what was sent to it before may be unread
+                async with asyncio.timeout(LAST_WORD_WITHIN_S):
+                    await send_error(send, ending)
 
     async def _not_served(self, scope: Scope, send: Send, exc: HTTPException) -> None:
         where = f"{scope['method']} {scope['path']}"
@@ -128,6 +142,8 @@ class Front:
             self._told.tell(events.Served(time.monotonic_ns(), endpoint, 200))
 
     def _tell(self, scope: Scope, ending: Ending) -> None:
+        if "admitted" in scope["state"]:
+            return
         endpoint = _endpoint_of(scope["path"])
         self._told.tell(
             events.Rejected(
@@ -166,6 +182,18 @@ class Front:
             raise Ending(Terminal.HEADERS_TOO_LARGE, text)
 
 
+def _introduce(headers: Headers, state: dict[str, Any]) -> bytes:
+    """Leave the request's ids in its state; returns its label."""
+    label = header(headers, b"x-request-id")
+    if _LABEL.fullmatch(label) is None:
+        label = secrets.token_hex(12).encode()
+    traceparent = header(headers, b"traceparent")
+    if _TRACEPARENT.fullmatch(traceparent) is None:
+        traceparent = b""
+    state["label"], state["traceparent"] = label.decode(), traceparent.decode()
+    return label
+
+
 def _endpoint_of(path: str) -> events.Endpoint:
     return "models" if path.startswith("/v1/models/") else ENDPOINTS.get(path, "other")
 
@@ -190,7 +218,8 @@ async def read_body(scope: Scope, receive: Receive, max_nbytes: int, held: Held)
         raise _too_large(max_nbytes)
     body = bytearray()
     try:
-        async with asyncio.timeout(BODY_WITHIN_S):
+        async with asyncio.timeout(BODY_WITHIN_S) as limit:
+            begun_s = asyncio.get_running_loop().time()
             more = True
             while more:
                 message = await receive()
@@ -201,9 +230,10 @@ async def read_body(scope: Scope, receive: Receive, max_nbytes: int, held: Held)
                     raise _too_large(max_nbytes)
                 held.grow(len(piece))
                 body += piece
+                limit.reschedule(begun_s + BODY_WITHIN_S + len(body) / BODY_RATE)
                 more = message.get("more_body", False)
     except TimeoutError:
-        text = f"the body did not come within {BODY_WITHIN_S:.0f} s"
+        text = f"the body came with less than {BODY_RATE} bytes/s after {BODY_WITHIN_S:.0f} s"
         raise Ending(Terminal.DEADLINE, text) from None
     return bytes(body)
 
@@ -218,7 +248,10 @@ async def send_json(
     """A whole response of JSON."""
     fixed = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
-    await send({"type": "http.response.body", "body": body})
+    for start in range(0, len(body), PIECE):
+        end = start + PIECE
+        piece = body[start:end]
+        await send({"type": "http.response.body", "body": piece, "more_body": end < len(body)})
 
 
 async def send_error(send: Send, ending: Ending, more: Sequence[tuple[bytes, bytes]] = ()) -> None:

@@ -62,11 +62,12 @@ class ServedModel:
         return self.encode(text, add_special=add_special)
 
     def check(self, tokens: Sequence[int], field: str) -> None:
-        """Refuse ids that the model does not know. Raises: Ending."""
+        """Refuse ids that do not fit, or that the model does not know. Raises: Ending."""
         if not tokens:
             raise Ending(
                 Terminal.INVALID, f"{field} is empty; give at least one token", field=field
             )
+        self.room(len(tokens), None, field)  # before all of them are looked at
         if max(tokens) >= self.vocab_size:
             text = f"{field} has the token id {max(tokens)}, and the model has {self.vocab_size}"
             raise Ending(Terminal.INVALID, text, field=field)

@@ -9,7 +9,9 @@ direction, since the two look the same.
 
 What is relied on of uvicorn's class, beside the methods of `asyncio.Protocol`: `app_state`,
 `conn`, `connections`, `cycle`, `flow`, `loop`, `transport`, `on_response_complete`,
-`send_400_response`, `shutdown` and `_unset_keepalive_if_required`.
+`handle_events`, `send_400_response`, `shutdown` and `_unset_keepalive_if_required`; and of its
+cycles, that they write, close and ask for the end of a `transport`, are `disconnected` and are
+told by a `message_event`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from http import HTTPStatus
-from typing import Any, Final
+from types import SimpleNamespace
+from typing import Any, Final, cast
 
 import h11
 import msgspec
@@ -42,6 +45,12 @@ ABOVE: Final = "above"
 
 READ_WITHIN_S: Final = 60.0
 
+LEAST_READ: Final = 1 << 16
+"""Bytes that a client must take within `READ_WITHIN_S`, of what is written and waits for it."""
+
+RECEIVED_AT_ONCE: Final = 1 << 14
+"""Bytes; a chunk of a body may be one, and each is parsed before anybody else has a turn."""
+
 _BYTES_ACKED = slice(120, 128)  # of Linux's struct tcp_info, since 4.1
 _LEFT = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
@@ -54,9 +63,9 @@ class Limits:
     further ones are closed. max_refused: how many of those at once are told why.
     keep_alive_s: from a response to the next request's first byte. head_within_s: for all of a
     request's head, from its first byte, and for the first one from when the connection was made.
-    rest_within_s: for the rest of a body that was answered before it was here. read_within_s: how
-    long a client may take nothing of what it is sent. linger_s: for a client that was refused to
-    read why. look_every_s: how exact all this is.
+    rest_within_s: for the rest of a body that was answered before it was here. read_within_s: for
+    each `LEAST_READ` of what a client is sent. linger_s: for a client that was refused to read why.
+    look_every_s: how exact all this is.
     """
 
     max_connections: int
@@ -85,7 +94,7 @@ class Connections:
     def __init__(self, told: events.Events, limits: Limits) -> None:
         self.told = told
         self.limits = limits
-        self.refused: set[Connection] = set()
+        self.refused: set[Connection] = set()  # when they were made; at most `max_refused`
 
     def __call__(
         self,
@@ -113,7 +122,7 @@ class Connection(H11Protocol):
         self._limits = among.limits
         self._awaits = Awaits.HEAD
         self._by_s = math.inf
-        self._taken = (-1, math.inf)  # bytes, and since when no more
+        self._taken: tuple[int, float] | None = None  # bytes when it was last enough, and when
         self._looking: asyncio.TimerHandle | None = None
 
     @property
@@ -127,6 +136,12 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if hasattr(transport, "max_size"):  # asyncio's own have it
+            transport.max_size = RECEIVED_AT_ONCE
+        seen = SimpleNamespace(
+            write=transport.write, close=self._close, is_closing=self._is_closing
+        )
+        self._of_cycles = cast(asyncio.Transport, seen)
         self._wait_for(Awaits.HEAD, self._limits.head_within_s)
         self._look_later()
         above = len(self.connections) - len(self._among.refused) - self._limits.max_connections
@@ -137,6 +152,7 @@ class Connection(H11Protocol):
             text = (
                 f"more than {self._limits.max_connections} connections are open; come again later"
             )
+            self._among.refused.add(self)
             self._refuse(Ending(Terminal.TOO_MANY_CONNECTIONS, text, retry_after_s=1.0))
         else:
             transport.abort()
@@ -164,15 +180,27 @@ class Connection(H11Protocol):
 
     # What uvicorn does.
 
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None:
+            self.cycle.transport = self._of_cycles
+
     def on_response_complete(self) -> None:
-        if self.conn.their_state is h11.SEND_BODY:
+        if self._awaits is not Awaits.CLOSE:
+            self._wait_for_more()
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # its one timer, which knows no head that has begun
+
+    def _wait_for_more(self) -> None:
+        in_body = self.conn.their_state is h11.SEND_BODY
+        if in_body and any(name == b"transfer-encoding" for name, _ in self.headers):
+            self._close()  # to find its end, each chunk would be parsed, which may be a byte
+        elif in_body:
             self._wait_for(Awaits.REST, self._limits.rest_within_s)
         elif self.conn.trailing_data[0]:
             self._wait_for(Awaits.HEAD, self._limits.head_within_s)
         else:
             self._wait_for(Awaits.NEXT, self._limits.keep_alive_s)
-        super().on_response_complete()
-        self._unset_keepalive_if_required()  # its one timer, which knows no head that has begun
 
     def send_400_response(self, msg: str) -> None:
         exc = sys.exception()
@@ -180,19 +208,20 @@ class Connection(H11Protocol):
             ending = Ending(Terminal.HEADERS_TOO_LARGE, "the headers have too many bytes")
         else:
             ending = Ending(Terminal.INVALID, f"this is no HTTP/1.1: {exc or msg}"[:300])
-        if self._awaits is Awaits.REST or (self.answering and self.cycle.response_started):
-            self.transport.abort()  # a response is there, or under way
+        if self.answering and self.cycle.response_started:
+            self.transport.abort()
         elif not self.answering:
             self._refuse(ending)
         else:  # in the body of a request, whose own end is told by whoever reads it
-            self.transport.write(response_of(ending))
-            self.transport.close()
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            self._close_with(ending)
 
     def shutdown(self) -> None:
         if self.answering:
             self.cycle.keep_alive = False
         else:
-            self.transport.close()
+            self._close()
 
     # What is looked at again and again.
 
@@ -212,39 +241,50 @@ class Connection(H11Protocol):
     def _unread_too_long(self, now_s: float) -> bool:
         waiting = self.transport.get_write_buffer_size()
         if not waiting:
-            self._taken = (-1, now_s)
+            self._taken = None
             return False
-        taken, since_s = self._taken
-        now_taken = _acknowledged(_socket(self.transport), otherwise=-waiting)
-        if now_taken != taken:
-            self._taken = (now_taken, now_s)
-            return False
-        return now_s - since_s >= self._limits.read_within_s
+        taken = _acknowledged(_socket(self.transport), otherwise=-waiting)
+        if self._taken is None or taken - self._taken[0] >= LEAST_READ:
+            self._taken = (taken, now_s)
+        return now_s - self._taken[1] >= self._limits.read_within_s
 
     def _too_late(self) -> None:
         if self._awaits is Awaits.HEAD and self.conn.trailing_data[0]:
             within = f"{self._limits.head_within_s:.0f} s"
             text = f"the request's head did not come within {within}"
             self._refuse(Ending(Terminal.DEADLINE, text))
-        elif self._awaits in (Awaits.HEAD, Awaits.NEXT):
+        else:  # once what is written has been taken, for which there is a limit too
             self.transport.close()
-        else:
-            self.transport.abort()
 
     def _wait_for(self, what: Awaits, within_s: float) -> None:
         self._awaits = what
         self._by_s = self.loop.time() + within_s
 
     def _refuse(self, ending: Ending) -> None:
-        """Say why, and close; what still comes is thrown away, or the client could not read it."""
         self._among.told.tell(
             events.Rejected(
                 time.monotonic_ns(), "other", ending.terminal, ending.status, ending.text
             )
         )
-        self._among.refused.add(self)
-        self._wait_for(Awaits.CLOSE, self._limits.linger_s)
+        self._close_with(ending)
+
+    def _close_with(self, ending: Ending) -> None:
         self.transport.write(response_of(ending))
+        self._linger(self._limits.linger_s)
+
+    def _is_closing(self) -> bool:
+        return self._awaits is Awaits.CLOSE or self.transport.is_closing()
+
+    def _close(self) -> None:
+        if self.conn.their_state is h11.SEND_BODY:
+            self._linger(self._limits.rest_within_s)
+        else:
+            self.transport.close()
+
+    def _linger(self, within_s: float) -> None:
+        """Send no more; what still comes is thrown away, or the client could not read the rest."""
+        self._wait_for(Awaits.CLOSE, within_s)
+        self.flow.resume_reading()
         if not self.transport.get_write_buffer_size():
             with suppress(OSError):  # the client has reset it meanwhile
                 self.transport.write_eof()

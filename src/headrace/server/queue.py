@@ -28,6 +28,7 @@ from msgspec import Struct
 
 from headrace.errors import HeadraceError, LocalProtocolError
 
+CHOICE_NBYTES: Final = 512  # of a choice that waits, beside its prompt
 _RECENT_TAKES: Final = 32
 _IDLE_CLIENTS: Final = 4096  # whose accounts are remembered; the longest away is forgotten first
 _KEPT: Final = 0.9  # of the running estimate of prefill times, at each measurement
@@ -100,7 +101,8 @@ class FairQueue:
         """
         if len({job.id for job in jobs} - self._jobs.keys() - self._running.keys()) < len(jobs):
             raise LocalProtocolError(f"jobs {[job.id for job in jobs]}: an id is in use")
-        self._check_room(jobs)
+        nbytes = sum(job.nbytes for job in jobs)
+        self.check_room(len(jobs), nbytes, max((job.arrived_ns for job in jobs), default=0))
         self._counts["offered"] += len(jobs)
         for job in jobs:
             self._jobs[job.id] = job
@@ -191,15 +193,15 @@ class FairQueue:
             **self._counts,
         }
 
-    def _check_room(self, jobs: Sequence[Job]) -> None:
-        num, nbytes = len(jobs), sum(job.nbytes for job in jobs)
+    def check_room(self, num: int, nbytes: int, now_ns: int) -> None:
+        """Refuse so many jobs of so many bytes together. Raises: QueueFull: they do not fit."""
         if len(self._jobs) + num <= self._max_requests and self._nbytes + nbytes <= self._max_bytes:
             return
-        self._counts["refused"] += len(jobs)
+        self._counts["refused"] += num
         raise QueueFull(
             f"the queue is full: {len(self._jobs)} of {self._max_requests} requests and "
             f"{self._nbytes} of {self._max_bytes} bytes wait, {num} with {nbytes} bytes came",
-            self._retry_after_s(jobs[0].arrived_ns),
+            self._retry_after_s(now_ns),
             never=num > self._max_requests or nbytes > self._max_bytes,
         )
 

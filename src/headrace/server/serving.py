@@ -47,7 +47,7 @@ class Told(Protocol):
 def serve(config: ServeConfig, told: Told) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status: 0 after a drain.
 
-    A second signal ends the drain. All is over `http.drain_timeout_s` + 15 s after the first.
+    A second signal ends the drain. All is over `http.drain_timeout_s` + 20 s after the first.
 
     Raises:
         Refused: the config cannot be served here, in one sentence.

@@ -30,10 +30,12 @@ class Tokenizing:
         with self._budget.of_one(scope["state"]["client"]) as held:
             raw = await read_body(scope, receive, self._max_body_nbytes, held)
             try:
-                reply = await self._encoding.run(lambda: self._reply(raw), len(raw))
+                reply = await self._encoding.run(
+                    lambda: self._reply(raw), len(raw), scope["state"]["client"], receive
+                )
             except Refused as exc:
                 raise Ending(Terminal.INVALID, str(exc), field=exc.field or None) from exc
-        await send_json(send, 200, reply)
+            await send_json(send, 200, reply)  # which takes as long as its client reads
 
     def _reply(self, raw: bytes) -> bytes:
         body = tokenize_of(raw)

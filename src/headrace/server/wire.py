@@ -20,7 +20,10 @@ from headrace.server.http import App
 from headrace.server.protocol import Connections, Limits, watch_clients
 
 LAST_WORDS_S: Final = 5.0
-"""For the responses of what was cut off at the end of a drain."""
+"""For what is still answered at the end of a drain; what is left then is cut off."""
+
+LAST_READ_S: Final = 2.0
+"""For the clients of what was cut off to read so."""
 
 BACKLOG: Final = 2048
 """Connections that may wait to be accepted; the kernel has a limit of its own."""
@@ -80,6 +83,11 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for each in sockets or ():  # its backlog is now what asyncio accepts at once, which is few
             each.listen(BACKLOG)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wait_tasks_to_complete(), LAST_READ_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

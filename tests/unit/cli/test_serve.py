@@ -263,6 +263,15 @@ def test_what_is_odd_is_told_as_a_warning(
     assert capsys.readouterr().err == "headrace: ready\nheadrace: warning: it is odd\n"
 
 
+def test_what_the_host_lacks_just_now_is_no_mistake(
+    serving: Serving, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit status of one keeps systemd from starting the server again."""
+    serving.error = Refused("too little memory", shortage=True)
+    assert run_command(["serve", "--config", file]) == 1
+    assert capsys.readouterr().err == "headrace: too little memory\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_before_it_serves_ends_it_well(
     number: signal.Signals, serving: Serving, file: str
@@ -275,7 +284,12 @@ def test_a_signal_before_it_serves_ends_it_well(
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(Refused("a\nb"), 2), (BackendUnavailable("v", "s", "p", "d", "h"), 2), (PeerDied("x"), 1)],
+    [
+        (Refused("a\nb"), 2),
+        (Refused("too little memory", shortage=True), 1),
+        (BackendUnavailable("v", "s", "p", "d", "h"), 2),
+        (PeerDied("x"), 1),
+    ],
 )
 def test_where_logs_are_json_so_is_what_ends_it(
     error: Exception,

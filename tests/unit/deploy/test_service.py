@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
 import shutil
 import subprocess
@@ -12,12 +13,15 @@ import pytest
 
 from headrace.cli import MISTAKE
 from headrace.cli.serve import ServeOptions
+from headrace.process import TERMINATE_WAIT_S
 from headrace.server.config import HttpConfig
 from headrace.server.config_file import read_config
+from headrace.server.decoders import CLOSE_GRACE_S, CLOSE_WITHIN_S
+from headrace.server.spans import SpanListener
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 UNIT = DEPLOY / "headrace.service"
-END_S = 15.0  # after `drain_timeout_s`, as docs/operate.md promises
+END_S = 20.0  # after `drain_timeout_s`, as docs/operate.md promises
 
 
 def settings() -> dict[str, str]:
@@ -43,6 +47,14 @@ def test_it_waits_longer_than_a_drain_takes() -> None:
     assert float(settings()["TimeoutStopSec"]) > longest + END_S
     assert settings()["KillMode"] == "mixed"  # owners and sources are the server's to end
     assert settings()["KillSignal"] == "SIGTERM"
+
+
+def test_the_end_has_a_bound() -> None:
+    """From the end of a drain: the owners side by side, then connections, then spans."""
+    wire = pytest.importorskip("headrace.server.wire")
+    spans_s = inspect.signature(SpanListener.close).parameters["timeout_s"].default
+    assert CLOSE_GRACE_S + TERMINATE_WAIT_S < CLOSE_WITHIN_S
+    assert CLOSE_WITHIN_S + wire.LAST_WORDS_S + wire.LAST_READ_S + spans_s < END_S
 
 
 def test_what_a_restart_does_not_mend_is_not_restarted() -> None:

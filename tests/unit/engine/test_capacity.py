@@ -105,3 +105,17 @@ def test_the_total_is_what_the_smallest_limit_leaves(host: Host) -> None:
     host.meminfo.write_text("MemAvailable: 800 kB\n")
     with pytest.raises(Refused, match="has no MemTotal"):
         capacity.total_nbytes()
+
+
+def test_what_the_host_has_and_not_now_is_a_shortage(host: Host) -> None:
+    margin_kib = capacity.MEMORY_MARGIN_NBYTES // 1024
+    host.meminfo.write_text(f"MemTotal: {margin_kib + 8} kB\nMemAvailable: {margin_kib + 2} kB\n")
+    for kib, shortage in ((3, True), (8, True), (9, False)):
+        with pytest.raises(Refused) as told:
+            capacity.require_memory(kib * 1024, "pool")
+        assert told.value.shortage is shortage
+    host.own.write_text("0::/box\n")
+    host.v2("box", str((margin_kib + 4) * 1024), 0)
+    with pytest.raises(Refused) as told:  # it is larger than its container
+        capacity.require_memory(5 * 1024, "pool")
+    assert not told.value.shortage

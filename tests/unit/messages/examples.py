@@ -92,6 +92,7 @@ EXAMPLES: dict[Decode, list[Message]] = {
         Failed(A, 1, 2, "größer \N{SNOWMAN}"),
         Released(A, 1, 2),
         Incompatible("model", "differs"),
+        Incompatible("memory", "too little", shortage=True),
     ],
     wire.decode_to_owner: [
         SUBMIT,
@@ -106,6 +107,7 @@ EXAMPLES: dict[Decode, list[Message]] = {
     wire.decode_from_owner: [
         Up(D, 1, 2, 3, 4, 5),
         Down(True, "no such model"),
+        Down(True, "too little memory", shortage=True),
         Token(1, 2),
         Token(1, 2, -0.5, ((2, -0.5), (0, -9999.0))),
         Events(1, "source", (Interval("write", "layer group 0", 1, 2, 3, "host"),)),

@@ -81,3 +81,11 @@ def open_babbling(options: Mapping[str, Any]) -> PrefillEngine:
 def open_descriptors(options: Mapping[str, Any]) -> PrefillEngine:
     _channel().send(Attached(7), [2, 2])
     return open_replay({})
+
+
+def open_short(options: Mapping[str, Any]) -> PrefillEngine:
+    raise Refused("needs 9 bytes, 8 bytes available", shortage=True)
+
+
+def open_out_of_memory(options: Mapping[str, Any]) -> PrefillEngine:
+    raise MemoryError

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import subprocess
 import sys
 from pathlib import Path
 
@@ -72,3 +74,15 @@ def test_one_that_is_silent_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 def test_another_version_is_refused(tmp_path: Path) -> None:
     python = script(tmp_path / "python", "#!/bin/sh\necho headrace 0.0.1\n")
     assert f"the headrace of {python} is 0.0.1, and this one is {VERSION}" in refusal(python)
+
+
+def test_what_is_short_just_now_is_no_fault_of_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    with pytest.raises(Refused, match="just now: Resource temporarily unavailable") as told:
+        check_interpreter(sys.executable, FLAG)
+    assert told.value.shortage

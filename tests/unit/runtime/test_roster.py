@@ -64,7 +64,7 @@ def test_one_that_is_started_again(handle: SourceHandle) -> None:
     roster.entered(SourceId(0), handle, line)
     assert only(roster).state == "in service"
     roster.lost(SourceId(0), "it is ended")
-    assert (only(roster).state, only(roster).reason) == ("gone", "it is ended")
+    assert (only(roster).state, only(roster).reason) == ("waiting to restart", "it is ended")
     line.reason = "it died"
     for phase, state in (
         (_Phase.WAITING, "waiting to restart"),

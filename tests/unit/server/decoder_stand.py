@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, cast
@@ -46,6 +47,7 @@ class Link:
         self.room: int | None = None
         self.fails: Exception | None = None  # of the next submit
         self.close_fails: HeadraceError | None = None
+        self.held: threading.Event | None = None  # what its close waits for
         self.pid = 100 + len(Link.made)
         self.closed: list[float] = []
         self.can_be_told = True
@@ -95,6 +97,8 @@ class Link:
         return self.can_be_told
 
     def close(self, grace_s: float = 0.0) -> None:
+        if self.held is not None:
+            self.held.wait(10.0)
         self.closed.append(grace_s)
         self.ours.close()
         self.theirs.close()

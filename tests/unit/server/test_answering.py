@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -11,11 +14,14 @@ pytest.importorskip("starlette")
 
 from headrace.errors import HeadraceError
 from headrace.protocol.commands import Cause
-from headrace.server import responding
+from headrace.server import answering, responding
 from headrace.server.config import HttpConfig, QueueConfig
+from headrace.server.encoding import LONG_TEXT
 from headrace.server.events import Arrived, Event, Rejected
+from headrace.server.models import ServedModel
 from headrace.server.terminals import STATUS, Terminal, terminal_of
-from tests.server_stand import Client, Stand, ended, run
+from tests.server_stand import MODEL, Client, Stand, ended, run
+from tests.unit.server.test_encoding import stays
 
 KINDS = ("completions", "chat")
 SHAPES = [(kind, stream) for kind in KINDS for stream in (False, True)]
@@ -413,6 +419,85 @@ def test_a_body_is_refused_before_anything_is_admitted() -> None:
         assert (refused.status, refused.error["param"]) == (400, "messages")
         assert stand.of(Arrived) == []
         assert len(stand.of(Rejected)) == 4
+        await stand.nothing_left()
+
+    run(test)
+
+
+LONG = "a" * LONG_TEXT
+
+
+def test_a_full_queue_is_told_before_a_text_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(self: ServedModel, text: str, *, add_special: bool = True) -> Any:
+        raise AssertionError("it was encoded")
+
+    async def test() -> None:
+        stand = Stand(lanes=1, queue=QueueConfig(max_requests=2))
+        running, (choice,) = await stand.asked()
+        waiting = stand.ask(n=2)
+        await stand.quiet()
+        monkeypatch.setattr(ServedModel, "encode", encode)
+        for n, status in ((1, 429), (3, 413), (9, 400)):
+            client = await stand.done(stand.ask(prompt=LONG, n=n))
+            assert client.status == status
+        waiting.leave()
+        stand.decoder.end(choice)
+        await stand.done(running)
+        await stand.done(waiting)
+        await stand.nothing_left()
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_who_leaves_while_another_text_is_encoded_is_not_waited_for(path: str) -> None:
+    async def test() -> None:
+        stand = Stand()
+        gate, begun = threading.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def work() -> None:
+            loop.call_soon_threadsafe(begun.set)
+            assert gate.wait(10)
+
+        encoding = stand.answering.encoding
+        first = asyncio.ensure_future(encoding.run(work, LONG_TEXT, "other", stays))
+        await begun.wait()
+        body = json.dumps({"model": MODEL, "prompt": LONG}).encode()
+        client = Client(stand.app, path, body)
+        await stand.quiet()
+        assert not client.task.done()
+        client.leave()
+        await stand.done(client)
+        assert [each.terminal for each in stand.of(Rejected)][-1] is Terminal.CLIENT_LEFT
+        gate.set()
+        await first
+        await stand.nothing_left()
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_request_was_made_of_is_not_kept(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text takes more than the queue counts of its ids."""
+    seen: list[Any] = []
+    bodies: Any = answering._BODIES
+    read = bodies[kind]
+
+    def noted(raw: bytes) -> Any:
+        seen.append(read(raw))
+        return seen[0]
+
+    monkeypatch.setitem(bodies, kind, noted)
+
+    async def test() -> None:
+        stand = Stand()
+        client, (choice,) = await stand.asked(kind, stream=True)
+        await stand.quiet()
+        kept = sys.getrefcount(seen[0]) - 2  # the list's and the call's own
+        assert kept <= 0
+        stand.decoder.end(choice)
+        assert (await stand.done(client)).status == 200
         await stand.nothing_left()
 
     run(test)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("starlette")
 
 from headrace.errors import Refused
 from headrace.messages import Sampling
@@ -20,6 +23,7 @@ from headrace.server.encoding import LONG_TEXT, Encoding
 from headrace.server.models import ServedModel
 from headrace.server.terminals import Ending, Terminal
 from tests.server_stand import CHAT, COMPLETION, CONTEXT, STOP_TOKEN, serve_config, served_model
+from tests.unit.server.test_encoding import stays
 
 
 def asked(
@@ -29,9 +33,8 @@ def asked(
     told = {name: value for name, value in {**base, **body}.items() if value is not ...}
     parsed = read(json.dumps(told).encode())
     model = served_model(context=body.pop("context", CONTEXT))
-    return asyncio.run(
-        asked_of(7, "me", parsed, model, headers or {}, config or serve_config(), Encoding())
-    )
+    config = config or serve_config()
+    return asyncio.run(asked_of(7, "me", parsed, model, headers or {}, config, Encoding(), stays))
 
 
 def refused(kind: str = "completions", **more: Any) -> Ending:
@@ -104,11 +107,16 @@ def test_a_route_by_field_outranks_the_header_and_that_the_config(
     ],
 )
 def test_a_deadline_by_field_outranks_the_header_and_that_the_config(
-    field: Any, header: str, default: Any, deadline_s: float | None
+    field: Any,
+    header: str,
+    default: Any,
+    deadline_s: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(time, "monotonic_ns", lambda: 0)
     config = serve_config(queue=QueueConfig(deadline_s=default))
     got = asked(deadline_s=field, headers={DEADLINE_HEADER: header}, config=config)
-    assert got.deadline_s == deadline_s
+    assert got.deadline_ns == (None if deadline_s is None else int(deadline_s * 1e9))
     assert got.options[0].deadline_s is None  # what is left of it is told when it is dispatched
 
 
@@ -130,7 +138,7 @@ def test_a_template_that_refuses_is_a_mistake_in_the_messages() -> None:
 
 
 def test_a_deadline_in_a_header_is_a_plain_number() -> None:
-    assert asked(headers={DEADLINE_HEADER: "1.5"}).deadline_s == 1.5
+    assert asked(headers={DEADLINE_HEADER: "1.5"}).deadline_ns
     for given in ("1_0", "0", "-1", "nan", "1e3", " 1", "9" * 400):
         assert refused(headers={DEADLINE_HEADER: given}).field == DEADLINE_HEADER
         assert refused(headers={DEADLINE_HEADER: given}, deadline_s=2.0).field == DEADLINE_HEADER
@@ -165,6 +173,11 @@ def test_long_texts_are_encoded_in_their_own_thread(
     assert threads == [threading.main_thread()]
 
 
+def test_ids_do_not_wait_for_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Encoding, "_in_turn", None)
+    assert "the prompt has 8192" in refused(prompt=[1] * LONG_TEXT).text
+
+
 def test_a_text_that_cannot_fit_is_not_encoded() -> None:
     model = replace(served_model(), most_characters=10)
     with pytest.raises(Refused, match="none of more than 10 fits"):
@@ -179,7 +192,25 @@ def test_stops_of_the_model_and_traces_are_asked_for() -> None:
     assert asked(logprobs=0).options[0].logprobs == 0
 
 
-def test_more_choices_than_the_config_allows_are_refused() -> None:
-    config = serve_config(requests=RequestConfig(max_choices=2))
-    assert refused(n=3, config=config).field == "n"
-    assert refused(prompt=["a"] * 3, config=config).field == "prompt"
+def test_a_deadline_runs_while_a_text_waits_for_the_thread() -> None:
+    async def test() -> None:
+        encoding, gate, begun = Encoding(), threading.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def work() -> None:
+            loop.call_soon_threadsafe(begun.set)
+            assert gate.wait(10)
+
+        first = asyncio.ensure_future(encoding.run(work, LONG_TEXT, "other", stays))
+        await begun.wait()
+        text = json.dumps({**COMPLETION, "prompt": "a" * LONG_TEXT, "deadline_s": 0.01})
+        parsed, config = completion_of(text.encode()), serve_config()
+        try:
+            with pytest.raises(Ending) as told:
+                await asked_of(7, "me", parsed, served_model(), {}, config, encoding, stays)
+        finally:
+            gate.set()
+        assert told.value.terminal is Terminal.DEADLINE
+        await first
+
+    asyncio.run(test())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -384,6 +385,42 @@ def test_what_only_a_start_can_tell_is_said(
     assert unchecked(f"{atom}{{ sdk = 'a:b' }}") == ()
     monkeypatch.setattr(config_checks, "can_measure", lambda: False)
     assert unchecked("") == ("options and sizes, which torch and transformers are needed for",)
+
+
+def test_a_control_socket_that_may_not_be_looked_at_is_refused_by_its_name(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a directory of another user: of a service that runs, which is asked about beside it."""
+    stat = Path.stat
+
+    def closed(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if self == tmp_path / "s":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return stat(self, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", closed)
+    assert refusal(config_of(model, more=f"control = '{tmp_path}/s'")) == (
+        f"decoders[0].control: {tmp_path}/s cannot be looked at (Permission denied); ask as the "
+        "user that runs the server"
+    )
+    nothing = refusal(config_of(model, more='control = "/tmp/a\\u0000b"'))
+    assert nothing.startswith("decoders[0].control: /tmp/a\0b cannot be looked at (")
+
+
+def test_a_queue_that_never_has_room_is_warned_of(model: Path) -> None:
+    def warnings(queue: str) -> tuple[str, ...]:
+        text = config_of(model, own="context = 512")
+        return checked(f"{text}\n[queue]\n{queue}\n[requests]\nmax_choices = 4").warnings
+
+    assert warnings("max_bytes = 2560\nmax_requests = 4") == ()
+    assert warnings("max_bytes = 2559") == (
+        "queue.max_bytes is 2559 and decoders[0].context is 512: a prompt of more than 511 tokens "
+        "is answered 413",
+    )
+    assert warnings("max_requests = 3") == (
+        "queue.max_requests is 3 and requests.max_choices is 4: a request of more than 3 choices "
+        "is answered 413",
+    )
 
 
 def test_what_is_odd_is_warned_of(model: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -15,6 +17,7 @@ from headrace.errors import (
     Refused,
     RemoteProtocolError,
 )
+from headrace.ids import SourceId
 from headrace.messages import (
     Ended,
     Events,
@@ -24,6 +27,8 @@ from headrace.messages import (
     Token,
     Withdraw,
 )
+from headrace.runtime.restarts import Line
+from headrace.runtime.roster import Roster
 from headrace.runtime.supervisor import RestartPolicy
 from headrace.server import decoders, events
 from headrace.server.label_words import outcome_of
@@ -307,6 +312,30 @@ def test_an_owner_whose_sources_are_gone_for_good_is_started_again() -> None:
         assert choice.failure is None
         assert fix.decoder.state == "waiting"
         assert "it died 5 times" in fix.decoder.reason
+        await fix.end()
+
+    run(test)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_an_idle_owner_outlives_a_source_that_is_being_ended(local: bool) -> None:
+    """From its kill to its death, of which a large one takes seconds, its successor is expected."""
+    handle: Any = SimpleNamespace(name="replay", manifest=None, layout="", maker="", running_pid=7)
+    line = Line(handle, RestartPolicy(), 0)
+    roster = Roster()
+    roster.entered(SourceId(0), handle, line)
+
+    async def test() -> None:
+        fix = Fix(local=local)
+        await fix.up()
+        roster.lost(SourceId(0), "slot 0 was not given back in time")
+        await fix.say(report(*roster.held((), None)))
+        assert fix.states()[-1] == "ready"
+        assert (fix.decoder.ready, fix.decoder.hopeless) == (False, False)
+        line.aside, line.reason = True, "it died 5 times"
+        await fix.say(report(*roster.held((), None)))
+        assert fix.decoder.ready is local
+        assert fix.states()[-1] == ("ready" if local else "waiting")
         await fix.end()
 
     run(test)

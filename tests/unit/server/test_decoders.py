@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -88,7 +89,8 @@ def test_another_owner_is_started_when_the_delay_has_passed() -> None:
         await fix.up()
         await fix.say(PeerDied("gone"))
         await fix.until(lambda: len(Link.made) == 2)
-        await fix.until(lambda: fix.decoder.state == "starting")
+        await fix.until(lambda: fix.decoder._link is not None)  # it was checked
+        assert fix.decoder.state == "starting"
         await fix.end()
 
     run(test)
@@ -164,6 +166,23 @@ def test_a_mistake_at_the_first_start_is_told_and_not_tried_again(where: str) ->
         if where == "down":
             await fix.say(Refused("unknown option"))
         assert (fix.decoder.state, fix.decoder.mistake) == ("set aside", True)
+        await fix.decoder.stop(0.0)
+
+    run(test)
+
+
+@pytest.mark.parametrize("where", ["check", "down"])
+def test_a_shortage_at_the_first_start_is_tried_again(where: str) -> None:
+    async def test() -> None:
+        fix = Fix()
+        short = Refused("4 lanes: needs 9 bytes, 8 bytes available", shortage=True)
+        if where == "check":
+            Link.refuses = short
+        await fix.decoder.start()
+        if where == "down":
+            await fix.say(short)
+        assert (fix.decoder.state, fix.decoder.mistake) == ("waiting", False)
+        assert fix.decoder.reason == str(short)
         await fix.decoder.stop(0.0)
 
     run(test)
@@ -308,6 +327,28 @@ def test_an_owner_that_cannot_be_ended_is_logged(
     assert "it hangs in the kernel" in caplog.text
 
 
+@pytest.mark.parametrize("how", ["stop", "lost"])
+def test_a_stop_does_not_wait_for_ever(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders, "CLOSE_WITHIN_S", 0.05)
+    held = threading.Event()
+
+    async def test() -> None:
+        fix = Fix()
+        link = await fix.up()
+        link.held = held
+        if how == "lost":
+            await fix.say(PeerDied("gone"))
+        await fix.decoder.stop(3.0)
+        assert (fix.decoder.state, link.closed) == ("stopped", [])
+        (closing,) = fix.decoder._closings
+        held.set()
+        await closing
+        assert link.closed == [3.0 if how == "stop" else 0.0]
+        await fix.end()
+
+    run(test)
+
+
 def test_none_is_started_after_a_stop() -> None:
     async def test() -> None:
         fix = Fix()
@@ -331,7 +372,12 @@ def test_none_is_started_after_a_stop() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [OSError(24, "Too many open files"), MemoryError(), RuntimeError("can't start new thread")],
+    [
+        OSError(24, "Too many open files"),
+        MemoryError(),
+        RuntimeError("can't start new thread"),
+        Refused("cannot run python: Cannot allocate memory", shortage=True),
+    ],
 )
 def test_what_this_host_lacks_for_a_start_is_tried_again(
     error: Exception, monkeypatch: pytest.MonkeyPatch

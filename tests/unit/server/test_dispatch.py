@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,8 @@ from headrace.runtime.requests import RequestOptions
 from headrace.server import events
 from headrace.server.choices import Choice
 from headrace.server.config import QueueConfig
-from headrace.server.dispatch import CHOICE_NBYTES, Asked
+from headrace.server.dispatch import Asked
+from headrace.server.queue import CHOICE_NBYTES
 from headrace.server.terminals import Ending, Terminal
 from tests.server_stand import MODEL, Stand, ended, reused, run
 
@@ -32,7 +34,8 @@ def ask(
     """Admit a request whose prompts have these lengths."""
     prompts = [array("I", [1] * length) for length in lengths]
     options = [RequestOptions(max_tokens=4) for _ in lengths]
-    asked = Asked(1, client, model, prompts, options, deadline_s)
+    deadline_ns = None if deadline_s is None else time.monotonic_ns() + int(deadline_s * 1e9)
+    asked = Asked(1, client, model, prompts, options, deadline_ns)
     return stand.dispatcher.admit(asked, asyncio.Event())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ import pytest
 pytest.importorskip("starlette")
 
 from headrace.server import events, http
+from headrace.server.budget import Budget
 from headrace.server.config import HttpConfig
 from headrace.server.events import Rejected
-from headrace.server.http import Front
+from headrace.server.http import Front, read_body, send_json
 from headrace.server.page_routes import PUBLIC
 from headrace.server.terminals import Ending, Terminal
-from tests.server_stand import Client, Stand, run
+from tests.server_stand import COMPLETION, Client, Stand, run
 
 KEYS = ("first-key", "second-key", "third-key")
 CLOSED = (
@@ -306,5 +308,112 @@ def test_a_body_that_is_compressed_is_refused(encoding: str, status: int) -> Non
         await stand.done(client)
         assert client.status == status
         await stand.nothing_left()
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_body_that_comes_too_late_for_a_server_that_ends_is_a_503(path: str) -> None:
+    async def test() -> None:
+        stand = Stand()
+        client = Client(stand.app, path, [])
+        await stand.quiet()
+        client.task.cancel()
+        await asyncio.wait({client.task})
+        assert client.task.cancelled()
+        assert (client.status, client.error["code"]) == (503, "shutting-down")
+        assert client.headers["retry-after"] == "5"
+        assert client.headers["x-request-id"]
+        assert rejected(stand) == [Terminal.SHUTTING_DOWN]
+        await stand.nothing_left()
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_whenever_a_server_ends_its_client_is_told_so_and_it_is_counted_once(stream: bool) -> None:
+    async def one(turns: int) -> bool:
+        stand = Stand()
+        body = json.dumps({**COMPLETION, "stream": stream}).encode()
+        client = Client(stand.app, "/v1/completions", [body[:9], body[9:]])
+        for _ in range(turns):
+            for choice in list(stand.decoder.running):
+                if choice.num_tokens < 2:
+                    stand.decoder.say(choice, "a")
+                else:
+                    stand.decoder.end(choice)
+            await asyncio.sleep(0)
+        client.task.cancel()
+        await asyncio.wait({client.task})
+        answered = stand.of(events.Answered)
+        assert len(answered) + len(rejected(stand)) == 1
+        if not client.task.cancelled():
+            return False
+        if not (answered and answered[0].in_stream):
+            assert (client.status, client.error["code"]) == (503, "shutting-down")
+        await stand.nothing_left()
+        return True
+
+    turns = 1
+    while asyncio.run(one(turns)):
+        turns += 1
+        assert turns < 100
+    assert turns > 5
+
+
+def test_a_client_that_reads_nothing_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "LAST_WORD_WITHIN_S", 0.01)
+
+    async def test() -> None:
+        stand = Stand()
+        client = Client(stand.app, "/v1/completions", [])
+        client.reads = False
+        await stand.quiet()
+        client.task.cancel()
+        await asyncio.wait({client.task}, timeout=5)
+        assert client.task.cancelled()
+        assert client.sent == []
+        await stand.nothing_left()
+
+    run(test)
+
+
+@pytest.mark.parametrize(("each", "comes"), [(20, True), (1, False)])
+def test_a_body_has_the_more_time_the_more_of_it_has_come(
+    each: int, comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "BODY_WITHIN_S", 0.1)
+    monkeypatch.setattr(http, "BODY_RATE", 200)
+    pieces = [b"x" * each] * 20
+
+    async def receive() -> Any:
+        await asyncio.sleep(0.02)
+        return {"type": "http.request", "body": pieces.pop(), "more_body": bool(pieces)}
+
+    async def test() -> None:
+        with Budget(1 << 20).of_one("a") as held:
+            reading = read_body({"headers": []}, receive, 1 << 10, held)
+            if comes:
+                assert len(await reading) == 20 * each
+            else:
+                with pytest.raises(Ending) as told:
+                    await reading
+                assert told.value.terminal is Terminal.DEADLINE
+
+    run(test)
+
+
+@pytest.mark.parametrize("nbytes", [1, 1 << 16, (1 << 16) + 1, 3 << 16])
+def test_a_long_response_is_sent_in_pieces(nbytes: int) -> None:
+    async def long(scope: Any, receive: Any, send: Any) -> None:
+        await send_json(send, 200, b"x" * nbytes)
+
+    async def test() -> None:
+        client = Client(front(long), "/v1/models", b"")
+        await client.task
+        assert client.complete
+        assert client.body == b"x" * nbytes
+        assert client.headers["content-length"] == str(nbytes)
+        assert max(len(each["body"]) for each in client.sent[1:]) <= 1 << 16
 
     run(test)

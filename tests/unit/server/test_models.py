@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from headrace.errors import Refused
 from headrace.server.models import open_model
-from headrace.server.terminals import Ending
+from headrace.server.terminals import Ending, Terminal
 from tests.served import model_directory
 from tests.server_stand import served_model
 
@@ -84,3 +85,19 @@ def test_what_does_not_fit_is_refused_with_the_numbers(num_tokens: int, asked: i
         served_model(context=10).room(num_tokens, asked, "messages")
     assert told.value.field == "messages"
     assert f"10 tokens, the prompt has {num_tokens}" in told.value.text
+
+
+def test_of_ids_that_do_not_fit_none_is_looked_at() -> None:
+    """There may be millions of them, and the server's loop is held meanwhile."""
+
+    class Unseen(Sequence[int]):
+        def __len__(self) -> int:
+            return 11
+
+        def __getitem__(self, at: Any) -> Any:
+            raise AssertionError(f"id {at} was looked at")
+
+    with pytest.raises(Ending) as told:
+        served_model(context=10).check(Unseen(), "prompt")
+    assert told.value.terminal is Terminal.INVALID
+    assert "10 tokens, the prompt has 11" in told.value.text

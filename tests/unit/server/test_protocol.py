@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import logging
+import re
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -26,6 +27,7 @@ from headrace.server.events import Event, Events, Rejected
 from headrace.server.http import App, Receive, Scope, Send, send_json
 from headrace.server.protocol import (
     ABOVE,
+    RECEIVED_AT_ONCE,
     Connection,
     Connections,
     Limits,
@@ -366,6 +368,140 @@ def test_connections_above_the_limit_are_told_so_and_the_next_is_served() -> Non
     run(test())
 
 
+@pytest.mark.parametrize("sent", [b"\0\r\n\r\n", GET[:20]], ids=["garbage", "half a head"])
+def test_connections_whose_mistake_is_told_count_until_they_are_gone(sent: bytes) -> None:
+    """Or there could be ever more, and who comes above the limit would be closed without a word."""
+
+    async def test() -> None:
+        limits = {"max_connections": 4, "spare": 2, "max_refused": 2}
+        async with stand(hello, **limits, linger_s=60.0, head_within_s=SHORT_S) as made:
+            told = []
+            for _ in range(6):
+                reader, writer = await made.connect()
+                writer.write(sent)
+                told.append(reader)
+            for reader in told:
+                assert (await whole(reader))[0] in (400, 408)
+            for _ in range(2):
+                reader, _ = await made.connect()
+                assert (await whole(reader))[0] == 503
+            for _ in range(8):
+                reader, _ = await made.connect()
+                await closed(reader)
+            assert len(made.state.connections) == 8
+
+    run(test())
+
+
+EARLY = {
+    "HTTP/1.0": (b"POST / HTTP/1.0", 413),
+    "closes": (b"POST / HTTP/1.1\r\nConnection: close", 413),
+    "is closed": (b"POST /closed HTTP/1.1", 413),
+    "the server ends meanwhile": (b"POST /ending HTTP/1.1", 413),
+    "the server ends then": (b"POST /ended HTTP/1.1", 413),
+    "no HTTP": (b"POST /read HTTP/1.1\r\nTransfer-Encoding: chunked", 400),
+}
+
+
+@pytest.mark.parametrize(("head", "status"), EARLY.values(), ids=list(EARLY))
+def test_an_answer_before_the_body_is_here_can_be_read_by_who_sends_it_first(
+    head: bytes, status: int
+) -> None:
+    """Also where the connection ends with it: one with unread bytes is not closed but reset."""
+    body = b"no size\r\n" + bytes(1 << 24)
+
+    def posts(address: tuple[str, int]) -> bytes:
+        with socket.create_connection(address) as sock:
+            length = b"" if b"chunked" in head else f"\r\nContent-Length: {len(body)}".encode()
+            sock.sendall(head + b"\r\nHost: x" + length + b"\r\n\r\n")
+            sock.sendall(body)
+            with sock.makefile("rb") as file:
+                return file.read()
+
+    async def test() -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            path = scope["path"]
+            while path == "/read" and (await receive())["type"] != "http.disconnect":
+                pass
+            if path == "/ending":
+                made.made[0].shutdown()
+            headers = [(b"connection", b"close")] if path == "/closed" else []
+            await send_json(send, 413, b'"too much"', headers)
+            if path == "/ended":
+                made.made[0].shutdown()
+
+        async with stand(app) as made:
+            answer = await asyncio.to_thread(posts, made.address)
+            assert answer.startswith(b"HTTP/1.1 %d " % status)
+            assert answer.count(b"\r\n\r\n") == 1
+
+    run(test())
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes were given to the parser, each time."""
+    sizes: list[int] = []
+    parse = H11Protocol.data_received
+
+    def recorded(self: H11Protocol, received: bytes) -> None:
+        sizes.append(len(received))
+        parse(self, received)
+
+    monkeypatch.setattr(H11Protocol, "data_received", recorded)
+    return sizes
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+BYTES = b"1\r\nx\r\n" * 10_000
+
+
+def test_no_more_than_a_small_part_of_a_body_is_parsed_at_once(parsed: list[int]) -> None:
+    async def test() -> None:
+        app = Waits()
+        async with stand(app) as made:
+            with socket.socket() as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 18)
+                sock.connect(made.address)
+                sock.sendall(CHUNKED + BYTES)
+                while sum(parsed) < len(CHUNKED + BYTES):
+                    await asyncio.sleep(0.01)
+            assert max(parsed) == RECEIVED_AT_ONCE
+            await app.left.wait()
+
+    run(test())
+
+
+def test_chunks_that_nobody_waits_for_are_not_parsed(parsed: list[int]) -> None:
+    """The connection ends with the answer instead."""
+
+    async def test() -> None:
+        async with stand(hello, rest_within_s=60.0) as made:
+            reader, writer = await made.connect()
+            writer.write(CHUNKED)
+            assert (await whole(reader))[0] == 200
+            assert await reader.read() == b""
+            writer.write(BYTES)
+            await writer.drain()
+            writer.close()
+            await made.until_empty()
+            assert parsed == [len(CHUNKED)]
+
+    run(test())
+
+
+def test_what_is_no_http_behind_a_body_that_was_answered_before_is_told_so() -> None:
+    async def test() -> None:
+        async with stand(hello) as made:
+            reader, writer = await made.connect()
+            writer.write(POST)
+            assert (await whole(reader))[0] == 200
+            writer.write(b"x" * 1000 + b"\0\r\n\r\n")
+            await refused(reader, Terminal.INVALID)
+
+    run(test())
+
+
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("sent", [b"", GET, GET[:20], b"\0\r\n\r\n"])
 @pytest.mark.parametrize("most", [0, 8])
@@ -474,6 +610,30 @@ def test_a_client_that_reads_slowly_is_served_in_full() -> None:
                     await asyncio.sleep(0.02)
                     num_read += len(await loop.sock_recv(sock, nbytes // 50))
                 assert loop.time() - begun_s > 0.6
+
+    run(test())
+
+
+def test_a_client_that_reads_next_to_nothing_loses_its_connection() -> None:
+    """It takes something all the time, and would need hours for all of it."""
+
+    async def much(scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, 200, b"x" * (1 << 23))
+
+    async def test() -> None:
+        async with stand(much, read_within_s=0.3) as made:
+            with socket.socket() as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1000)
+                sock.connect(made.address)
+                sock.setblocking(False)
+                sock.send(GET)
+                while not made.state.connections:
+                    await asyncio.sleep(0.01)
+                while made.state.connections:
+                    with suppress(BlockingIOError, ConnectionResetError):
+                        sock.recv(500)
+                    await asyncio.sleep(0.01)
 
     run(test())
 
@@ -610,7 +770,7 @@ def test_the_rest_of_a_body_that_is_no_http_has_no_second_response() -> None:
     async def test() -> None:
         async with stand(hello) as made:
             reader, writer = await made.connect()
-            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            writer.write(CHUNKED)
             assert (await whole(reader))[0] == 200
             writer.write(b"no size\r\n")
             await closed(reader)
@@ -672,6 +832,7 @@ def test_uvicorn_has_all_that_is_relied_on() -> None:
         "connection_lost": ["exc"],
         "data_received": ["data"],
         "eof_received": [],
+        "handle_events": [],
         "on_response_complete": [],
         "send_400_response": ["msg"],
         "shutdown": [],
@@ -679,8 +840,11 @@ def test_uvicorn_has_all_that_is_relied_on() -> None:
     for name, takes in methods.items():
         assert list(inspect.signature(getattr(H11Protocol, name)).parameters) == ["self", *takes]
     of_cycle = inspect.getsource(RequestResponseCycle.__init__)
-    for name in ("keep_alive", "response_started", "response_complete"):
+    names = ("keep_alive", "response_started", "response_complete", "disconnected", "transport")
+    for name in names:
         assert f"self.{name} = " in of_cycle
+    asked = re.findall(r"self\.transport\.(\w+)", inspect.getsource(RequestResponseCycle))
+    assert set(asked) == {"write", "is_closing", "close"}
     of_flow = inspect.getsource(FlowControl.__init__)
     assert "self.read_paused = False" in of_flow
     of_it = inspect.getsource(H11Protocol.__init__)

@@ -73,6 +73,18 @@ def test_what_does_not_fit_is_refused_whole_and_says_how_full_it_is() -> None:
     assert queue.statistics()["nbytes"] == 100
 
 
+def test_room_is_asked_for_before_there_is_a_job() -> None:
+    queue = FairQueue(2, 100)
+    queue.offer([job(nbytes=60)])
+    queue.check_room(1, 40, 0)
+    for num, nbytes, never in ((2, 2, False), (1, 41, False), (3, 3, True), (1, 101, True)):
+        with pytest.raises(QueueFull) as full:
+            queue.check_room(num, nbytes, 0)
+        assert full.value.never is never
+    assert queue.statistics()["refused"] == 7
+    assert queue.statistics()["waiting"] == 1
+
+
 def test_when_to_come_again_is_by_how_fast_jobs_were_taken() -> None:
     queue = FairQueue(10, 100)
     queue.offer([job() for _ in range(10)])

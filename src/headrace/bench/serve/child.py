@@ -21,7 +21,7 @@ _KEPT_LINES: Final = 200
 
 
 class ServerFailed(HeadraceError):
-    """The server did not start, or did not end as it should; the text tells what it said."""
+    """The server did not start, come to rest or end as it should; the text tells what it said."""
 
 
 class Served:

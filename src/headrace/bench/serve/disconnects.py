@@ -47,7 +47,7 @@ async def measure(served: Served, setting: Setting, write: Write) -> None:
     async with connect() as client:
         await warm_up(client, bodies, sizes.leavers)
         expected = await texts_of(client, bodies[:1])
-        usual_s = await _usual_s(client, bodies, sizes.leavers)
+        alone_s = await _alone_s(client, bodies)
     before = await rest(served, connect)
     write(before.row("start"))
     async with connect() as client:
@@ -55,7 +55,7 @@ async def measure(served: Served, setting: Setting, write: Write) -> None:
         numbers = iter(range(sizes.disconnects))
         draw = random.Random(setting.seed)
         leavers = (
-            _leaver(client, bodies, numbers, usual_s, draw, write) for _ in range(sizes.leavers)
+            _leaver(client, bodies, numbers, alone_s, draw, write) for _ in range(sizes.leavers)
         )
         await asyncio.gather(*leavers)
         watching.cancel()
@@ -66,19 +66,17 @@ async def measure(served: Served, setting: Setting, write: Write) -> None:
     write({"measure": "after", "exact": exact})
 
 
-async def _usual_s(
-    client: httpx.AsyncClient, bodies: Sequence[Mapping[str, Any]], at_once: int
-) -> float:
-    """How long a request takes beside as many others, to its first token and to its end."""
-    answers = await asyncio.gather(*(ask(client, body) for body in bodies[:at_once]))
-    return max((answer.ended_ns - answer.begun_ns) / 1e9 for answer in answers)
+async def _alone_s(client: httpx.AsyncClient, bodies: Sequence[Mapping[str, Any]]) -> list[float]:
+    """How long each request takes alone; beside others few are over as soon as that."""
+    answers = [await ask(client, body) for body in bodies]
+    return [(answer.ended_ns - answer.begun_ns) / 1e9 for answer in answers]
 
 
 async def _leaver(
     client: httpx.AsyncClient,
     bodies: Sequence[Mapping[str, Any]],
     numbers: Iterator[int],
-    usual_s: float,
+    alone_s: Sequence[float],
     draw: random.Random,
     write: Write,
 ) -> None:
@@ -90,7 +88,7 @@ async def _leaver(
         if number % 4 == 3:
             await _after_chunks(answer, asking, draw.randrange(1, body["max_tokens"]))
         else:
-            await asyncio.wait([asking], timeout=draw.uniform(0, usual_s))
+            await asyncio.wait([asking], timeout=draw.uniform(0, alone_s[number % len(bodies)]))
         phase = await _phase(client, label)
         asking.cancel()
         with suppress(asyncio.CancelledError):

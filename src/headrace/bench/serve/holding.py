@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.bench.serve.child import Served, memory_of
+from headrace.bench.serve.child import Served, ServerFailed, memory_of
 
 if TYPE_CHECKING:
     import httpx
@@ -106,7 +106,11 @@ class Rest:
 
 
 async def rest(served: Served, url_client: Callable[[], httpx.AsyncClient]) -> Rest:
-    """How it is at rest, once nothing is open; with a connection of its own, which is closed."""
+    """How it is at rest, once nothing is open; with a connection of its own, which is closed.
+
+    Raises:
+        ServerFailed: something was open, or its owner told nothing, for a minute.
+    """
     begun_s = time.monotonic()
     while True:
         async with url_client() as client:
@@ -114,8 +118,11 @@ async def rest(served: Served, url_client: Callable[[], httpx.AsyncClient]) -> R
         found = Rest(served, told)
         calm = not (found.ledger["open"] or found.ledger["lanes_used"] or found.ledger["waiting"])
         looked = all((each["looked_s"] or 0) < 0.5 for each in told["decoders"])
-        if (calm and looked) or time.monotonic() - begun_s > SETTLE_WITHIN_S:
+        if calm and looked:
             return found
+        if time.monotonic() - begun_s > SETTLE_WITHIN_S:
+            text = f"the server was not at rest after {SETTLE_WITHIN_S:.0f} s: {found.ledger}"
+            raise ServerFailed(text)
         await asyncio.sleep(LOOK_S)
 
 

@@ -4,6 +4,10 @@ The second way is that of `headrace run`: the router in this process submits to 
 takes tokens as they come. Both owners are up all the time, and one request at a time runs, by turns
 in A/B/B/A order. The server does all that it does by default: it traces each request for its page,
 and asks its owner once a second what it holds.
+
+A prefill takes a few percent more or less each time, which is more than HTTP adds. So each request
+over HTTP also tells how much of its own time to the first token its owner did not have: the time
+that the client read, less what `headrace_request_prefill_time_seconds` grew by.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from headrace.runtime.supervisor import RestartPolicy
 if TYPE_CHECKING:
     import httpx
 
+_OWNERS_TIME: Final = "headrace_request_prefill_time_seconds_sum"
 ARMS: Final = ("library", "http", "http", "library")
 
 
@@ -71,8 +76,9 @@ def _rows(library: OwnerClient, http: httpx.Client, setting: Setting) -> Iterato
         for repeat in range(-1, sizes.overhead_repeats):
             for order, arm in enumerate(ARMS):
                 busy = busy_share(0.05)
+                outside_ms = None
                 if arm == "http":
-                    answer = _over_http(http, setting, prompt)
+                    answer, outside_ms = _over_http(http, setting, prompt)
                     texts.add(answer.text)
                 else:
                     answer = _by_library(library, setting, prompt)
@@ -80,23 +86,33 @@ def _rows(library: OwnerClient, http: httpx.Client, setting: Setting) -> Iterato
                     continue
                 row = answer.row(answer.begun_ns)
                 row |= {"measure": "paired", "arm": arm, "order": order, "repeat": repeat}
+                row |= {"outside_ms": outside_ms}
                 row |= {"prompt": length, "busy_before": round(busy, 3), "load_1min": load_1min()}
                 yield row
         if len(texts) != 1:
             raise RequestFailed(f"one greedy request was answered in {len(texts)} ways")
 
 
-def _over_http(http: httpx.Client, setting: Setting, prompt: Sequence[int]) -> Answer:
+def _over_http(http: httpx.Client, setting: Setting, prompt: Sequence[int]) -> tuple[Answer, float]:
+    """The answer, and how much of its time to the first token its owner did not have, ms."""
     body = body_of(setting.model, prompt, setting.sizes.overhead_tokens)
+    had_s = _owners_s(http)
     answer = begun()
     with http.stream("POST", PATH, json=body) as response:
         answer.status = response.status_code
         for line in response.iter_lines():
             answer.hear(line)
     answer.ended_ns = time.perf_counter_ns()
-    if answer.kind != "ok":
+    if answer.kind != "ok" or answer.ttft_ns is None:
         raise RequestFailed(f"a request over HTTP ended as {answer.kind}")
-    return answer
+    owners_s = _owners_s(http) - had_s
+    return answer, round(answer.ttft_ns / 1e6 - 1e3 * owners_s, 3)
+
+
+def _owners_s(http: httpx.Client) -> float:
+    """Times to the first token that the server's owner had so far, added up, s."""
+    lines = http.get("/metrics").raise_for_status().text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(_OWNERS_TIME))
 
 
 def _by_library(library: OwnerClient, setting: Setting, prompt: Sequence[int]) -> Answer:
