@@ -29,5 +29,8 @@ async def closed(name: str, link: OwnerLink, grace_s: float) -> None:
             with suppress(RuntimeError):  # nobody waits any more: the loop is closed
                 loop.call_soon_threadsafe(over.set)
 
-    threading.Thread(target=close, name=f"headrace-close-{name}", daemon=True).start()
+    try:
+        threading.Thread(target=close, name=f"headrace-close-{name}", daemon=True).start()
+    except RuntimeError:  # this host has no thread for it: by one that is there, behind others
+        await asyncio.to_thread(close)
     await over.wait()

@@ -52,6 +52,22 @@ def test_it_is_over_when_the_owner_is_ended(caplog: pytest.LogCaptureFixture) ->
     assert "the owner of left was not ended: it is stuck in a driver" in caplog.text
 
 
+def test_without_a_thread_of_its_own_it_is_ended_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Thread.start
+
+    def none_left(thread: threading.Thread) -> None:
+        if thread.name.startswith("headrace-close-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    given: list[float] = []
+    asyncio.run(closing(given.append, 3.0))
+    assert given == [3.0]
+
+
 def test_one_that_hangs_does_not_hold_up_the_end() -> None:
     held = threading.Event()
     threads: list[threading.Thread] = []
