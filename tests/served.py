@@ -152,6 +152,7 @@ class Served:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **(env or {})},
+            process_group=0,
         )
         self._told = threading.Condition()
         self._all_told = False
@@ -225,8 +226,12 @@ class Served:
 
     # Its end.
 
-    def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
-        self._process.send_signal(number)
+    def signal(self, number: signal.Signals = signal.SIGTERM, *, group: bool = False) -> None:
+        """To the server's process, or as `timeout` and a terminal do to all that it started too."""
+        if group:
+            os.killpg(self.pid, number)
+        else:
+            self._process.send_signal(number)
 
     def wait(self) -> int:
         """Wait until it has ended, and all that it started; its exit status."""

@@ -34,7 +34,6 @@ PARENT_PID_VARIABLE = "HEADRACE_PARENT_PID"
 ORPHAN_STATUS = 75
 """Exit status of a child that found its parent gone before it could be tied to it."""
 
-TERMINATE_WAIT_S = 0.5
 KILL_WAIT_S = 30.0
 """From SIGKILL to death, in seconds: freeing touched memory alone takes about 0.3 s for each GB."""
 
@@ -153,16 +152,15 @@ class ChildProcess:
         """End the child: no process, zombie or descriptor is left. Once more is harmless.
 
         Waits `grace_s` seconds for the exit that the caller has asked for (by message, or by
-        closing the channel), then SIGTERM and TERMINATE_WAIT_S, then SIGKILL; with no grace SIGKILL
-        at once. An interrupt while waiting goes on to SIGKILL before it is raised.
+        closing the channel), then SIGKILL; with no grace at once. An interrupt while waiting goes
+        on to SIGKILL before it is raised.
 
         Raises: DeviceError when the child is not dead KILL_WAIT_S after SIGKILL, which means that
         it is stuck in a driver; it stays watched, and `close` may be called again.
         """
         try:
-            if grace_s > 0 and not self.wait(grace_s):
-                self.terminate()
-                self.wait(TERMINATE_WAIT_S)
+            if grace_s > 0:
+                self.wait(grace_s)
         finally:
             self._end()
 
@@ -285,6 +283,16 @@ def die_with_parent() -> None:
     # The parent may have died before the request above; then the signal never comes.
     if os.getppid() != int(text):
         _exit_orphaned(int(text))
+
+
+def leave_ending_to_parent() -> None:
+    """Do nothing on SIGINT and SIGTERM from here on: what is sent to the group, the parent heeds.
+
+    It ends this process in good order, or by SIGKILL. Processes that an engine starts do as they
+    would on SIGTERM, since a handler is not inherited, as ignoring is.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)
 
 
 def _exit_orphaned(parent_pid: int) -> NoReturn:

@@ -12,14 +12,15 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec import inspect
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from headrace.server.bodies import ChatBody, CompletionBody, TokenizeBody
+from headrace.server.bodies import MAX_SEED, ChatBody, CompletionBody, TokenizeBody
 from headrace.server.fields import NEUTRAL_OF_CHAT, NEUTRAL_OF_COMPLETIONS, NEUTRAL_OF_MESSAGES
 from headrace.server.terminals import STATUS, Terminal
-from tests.docs.reading import ROOT, section
+from tests.docs.reading import PACKAGE, ROOT, section
 from tests.served import CONTEXT, Served, decoder_table
 
 SERVE = ROOT / "docs" / "serve.md"
@@ -106,6 +107,55 @@ def rows(heading: str) -> list[list[str]]:
 
 def names(cell: str) -> set[str]:
     return set(re.findall(r"`([^`]+)`", cell))
+
+
+def test_every_path_that_is_served_is_listed_with_its_method() -> None:
+    route = re.compile(r'Route\("(/[^"{]*).*methods=\["(\w+)"\]')
+    files = (PACKAGE / "server").glob("*.py")
+    found = [each for file in files for each in route.findall(file.read_text(encoding="utf-8"))]
+    assert ("/trace/", "GET") in found
+    listed = [name for cell, _ in rows("Start it") for name in sorted(names(cell))]
+    told = [
+        (path.rstrip("N").removesuffix("NAME"), method) for method, path in map(str.split, listed)
+    ]
+    assert sorted(told) == sorted(found)
+
+
+RANGES = [
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "max_tokens",
+    "logprobs",
+    "top_logprobs",
+    "group_layers",
+    "deadline_s",
+]
+
+
+def ends(body: type, field: str) -> set[str]:
+    """The least and the most that a number of a body may be, as the table has them."""
+    info = inspect.type_info(body)
+    assert isinstance(info, inspect.StructType)
+    found: set[str] = set()
+    for kind in (each.type for each in info.fields if each.encode_name == field):
+        for number in kind.types if isinstance(kind, inspect.UnionType) else (kind,):
+            if isinstance(number, inspect.IntType | inspect.FloatType):
+                told = (number.ge, number.gt, number.le)
+                found |= {
+                    f"{end:g}" if end != MAX_SEED else "2^63-1" for end in told if end is not None
+                }
+    return found - {"1e+09"}  # 30 years are no range
+
+
+@pytest.mark.parametrize("field", RANGES)
+def test_the_ends_of_a_range_are_listed(field: str) -> None:
+    expected = ends(CompletionBody, field) | ends(ChatBody, field)
+    assert expected
+    (text,) = [text for cell, _, text in rows("Fields") if field in names(cell)]
+    for end in expected:
+        assert re.search(rf"(?<![\d.]){re.escape(end)}\b", text), end
 
 
 def test_every_field_that_is_served_is_listed_with_its_endpoints() -> None:

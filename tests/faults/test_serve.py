@@ -158,11 +158,15 @@ def test_a_killed_source_fails_one_request_at_most_and_the_other_takes_over(tmp_
             )
 
 
-def test_sigterm_lets_what_runs_end_whole_and_takes_no_more(tmp_path: Path, steps: Steps) -> None:
+@pytest.mark.parametrize("group", [False, True])
+def test_sigterm_lets_what_runs_end_whole_and_takes_no_more(
+    tmp_path: Path, steps: Steps, group: bool
+) -> None:
+    """Also one to its whole group, of which owners and sources are."""
     with Served(tmp_path, decoder_table(steps=str(steps.path))) as served:
         running = Ask(served, stream=True)
         assert running.begun.wait(WITHIN_S)
-        served.signal()
+        served.signal(group=group)
         served.wait_for("draining: 1 request")
         ready = httpx.get(f"{served.url}/ready")
         assert (ready.status_code, ready.json()["status"]) == (503, "draining")

@@ -23,16 +23,16 @@ from headrace.process import PARENT_PID_VARIABLE, ChildProcess
 # The child waits until its parent closes the pipe, so that each test decides when it ends.
 CHILD = """
 import os, signal, sys
-from headrace.process import die_with_parent
+from headrace.process import die_with_parent, leave_ending_to_parent
 
 mode, ready, hold = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 die_with_parent()
 if mode == "stubborn":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_ending_to_parent()
 os.write(ready, str(os.getpid()).encode())
 os.close(ready)
 os.read(hold, 1)
-if mode == "stubborn":
+while mode == "stubborn":
     signal.pause()
 sys.exit(3)
 """
@@ -193,26 +193,34 @@ def test_the_pidfd_wakes_a_selector_when_the_child_is_killed(nursery: Nursery) -
         assert child.exit_status() == -signal.SIGKILL
 
 
-def test_close_terminates_after_the_grace(
-    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process, "TERMINATE_WAIT_S", 30.0)
-    child = nursery.spawn()
-    child.close(0.01)
-    assert child.exit_status() == -signal.SIGTERM
-    assert no_zombie(child.pid)
-
-
-def test_close_kills_who_ignores_sigterm(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "TERMINATE_WAIT_S", 0.01)
+def test_what_a_group_is_sent_is_left_to_the_parent(nursery: Nursery) -> None:
+    """Nothing but its parent ends such a child, which `close` kills after the grace."""
     child = nursery.spawn("stubborn")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(child.pid, number)
+    child.terminate()
+    nursery.let_go()
     child.close(0.01)
     assert child.exit_status() == -signal.SIGKILL
     assert no_zombie(child.pid)
 
 
-def test_close_kills_a_stopped_child(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "TERMINATE_WAIT_S", 0.01)
+def test_what_such_a_process_starts_ends_on_sigterm() -> None:
+    """An engine's own child, which its vendor ends so."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(each) for each in numbers]
+    try:
+        process.leave_ending_to_parent()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as own:
+            own.terminate()
+            assert own.wait(10.0) == -signal.SIGTERM
+    finally:
+        for each, was in zip(numbers, before, strict=True):
+            signal.signal(each, was)
+
+
+def test_close_kills_a_stopped_child(nursery: Nursery) -> None:
     child = nursery.spawn()
     os.kill(child.pid, signal.SIGSTOP)
     stopped = os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
@@ -226,11 +234,15 @@ def test_close_kills_a_stopped_child(nursery: Nursery, monkeypatch: pytest.Monke
 def test_an_interrupt_during_the_grace_still_ends_the_child(
     nursery: Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
+    wait = ChildProcess.wait
+
+    def interrupted(self: ChildProcess, timeout_s: float) -> bool:
+        if timeout_s == 0.01:
+            raise KeyboardInterrupt
+        return wait(self, timeout_s)
 
     child = nursery.spawn()
-    monkeypatch.setattr(child, "terminate", interrupt)
+    monkeypatch.setattr(ChildProcess, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         child.close(0.01)
     assert child.exit_status() == -signal.SIGKILL

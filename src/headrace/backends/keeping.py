@@ -15,8 +15,12 @@ from headrace.errors import Refused
 from headrace.geometry import Layer, PrefixUse
 
 
-def extra_storages(layers: Sequence[Layer], context: int, keep_nbytes: int) -> int:
+def extra_storages(
+    layers: Sequence[Layer], context: int, keep_nbytes: int, *, key: str = "keep_nbytes"
+) -> int:
     """How many memories beside those of the lanes `keep_nbytes` pays for.
+
+    key: what a refusal calls it.
 
     Raises:
         Refused: it does not pay for one entry.
@@ -24,7 +28,7 @@ def extra_storages(layers: Sequence[Layer], context: int, keep_nbytes: int) -> i
     least = lane_nbytes(layers, context) + tails_nbytes(layers, context)
     if 0 < keep_nbytes < least:
         raise Refused(
-            f"keep_nbytes is {keep_nbytes}, one entry of {context} positions takes {least}; "
+            f"{key} is {keep_nbytes}, one entry of {context} positions takes {least}; "
             "give at least that, or 0 to keep none",
             field="keep_nbytes",
         )

@@ -21,4 +21,8 @@ def read_options(options: Mapping[str, Any], kind: type[T], name: str) -> T:
     try:
         return msgspec.convert(dict(options), kind)
     except msgspec.ValidationError as exc:
-        raise Refused(f"options of {name}: {exc}", field="options") from exc
+        text = f"options of {name}: {exc}"
+        if str(exc).startswith("Object contains unknown field") and " - at " not in str(exc):
+            known = [each.encode_name for each in msgspec.structs.fields(kind)]  # type: ignore[arg-type]
+            text += f"; its options are {', '.join(known)}"
+        raise Refused(text, field="options") from exc

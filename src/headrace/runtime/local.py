@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from headrace.backends.base import ContinuesKept, Kept, PrefillEngine
+from headrace.backends.base import ContinuesKept, Decoder, Kept, PrefillEngine, PrefillsItself
 from headrace.errors import Cancelled, LocalProtocolError, PeerDied, Refused, Unquiet
 from headrace.geometry import Manifest, agree
 from headrace.memory import Slab
@@ -216,3 +216,15 @@ class _Link:
                 self.broken = exc
         if self.broken is not None:
             raise Cancelled("the owner cannot go on") from self.broken
+
+
+def why_not_local(decoder: Decoder) -> str:
+    """Why an owner of this decoder that has no engine does not compute a prompt by itself."""
+    if isinstance(decoder, PrefillsItself):
+        return (
+            "on_failure is local and this owner was started without that; a server has it if its "
+            'config says on_failure = "local" under [requests]; else use fail or retry'
+        )
+    return (
+        "on_failure is local and this decoder has no prefill engine of its own; use fail or retry"
+    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import socket
 import sys
 from array import array
@@ -55,7 +54,7 @@ from headrace.messages import (
     travelling_text,
 )
 from headrace.plan import TOKEN_NBYTES
-from headrace.process import die_with_parent
+from headrace.process import die_with_parent, leave_ending_to_parent
 from headrace.runtime.config import OwnerConfig, SourceConfig, names_of
 from headrace.runtime.control import ControlSocket, answer, inspected
 from headrace.runtime.log import configure
@@ -263,7 +262,7 @@ def options_of(submit: Submit) -> RequestOptions:
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 orderly, 1 refused or failed; the reason was told to the router."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the router cancels in good order
+    leave_ending_to_parent()  # the router cancels in good order
     parser = argparse.ArgumentParser(prog="headrace.runtime.owner_main")
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--config", required=True)

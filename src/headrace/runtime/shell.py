@@ -48,7 +48,7 @@ from headrace.runtime.costs import Sample
 from headrace.runtime.decoding import Decoding
 from headrace.runtime.import_shell import ImportShell
 from headrace.runtime.keeping import Keeping, verified_by
-from headrace.runtime.local import LocalSource
+from headrace.runtime.local import LocalSource, why_not_local
 from headrace.runtime.poison import fill, kv_range
 from headrace.runtime.prefix import Found, KeptPrompt
 from headrace.runtime.requests import RequestOptions
@@ -83,11 +83,7 @@ class Shell(ImportShell):
     def _check_local(self, options: RequestOptions) -> bool:
         local = options.on_failure == "local"
         if local and not self._sources.has_local:
-            raise Refused(
-                "on_failure is local and this decoder has no prefill engine of its own; use fail "
-                "or retry",
-                field="on_failure",
-            )
+            raise Refused(why_not_local(self._decoder), field="on_failure")
         return local
 
     def _submit(

@@ -10,7 +10,6 @@ import argparse
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import traceback
@@ -42,7 +41,7 @@ from headrace.messages import (
     travelling_text,
 )
 from headrace.plan import Plan, compile_plan, slot_layout
-from headrace.process import die_with_parent
+from headrace.process import die_with_parent, leave_ending_to_parent
 from headrace.protocol.source import SourceAttempt
 from headrace.runtime.attempt import run_attempt
 from headrace.runtime.sink import SlotSink
@@ -191,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
     UNQUIET_STATUS: see there; the reason is on standard error.
     """
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the owner decides
+    leave_ending_to_parent()
     parser = argparse.ArgumentParser(prog="headrace.runtime.source_main")
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--engine", required=True)

@@ -358,11 +358,12 @@ def _read_messages(told: dict[str, Any]) -> None:
 def _message_of(told: Any, at: str) -> dict[str, str]:
     if not isinstance(told, dict):
         raise invalid(f"field `{at}`: a message is an object", field=at)
+    role = told.get("role")
+    if isinstance(role, str) and role not in _ROLES:  # before the fields that only such a one has
+        known = ", ".join(_ROLES)
+        raise invalid(f"unsupported role `{role[:64]}`; it is one of {known}", field=f"{at}.role")
     read = struct_of(told, _Told, NEUTRAL_OF_MESSAGES, at)
-    role = _ROLES.get(read.role)
-    if role is None:
-        raise invalid(f"unsupported role `{read.role[:64]}`", field=f"{at}.role")
-    return {"role": role, "content": _text_of(read.content, f"{at}.content")}
+    return {"role": _ROLES[read.role], "content": _text_of(read.content, f"{at}.content")}
 
 
 def _text_of(content: str | list[dict[str, Any]], at: str) -> str:

@@ -78,8 +78,8 @@ class QueueConfig(_Table, frozen=True, kw_only=True):
     deadline_s: Annotated[
         Seconds | None,
         says(
-            "Seconds from when a request is here to its first token, for requests that name none; "
-            "without it there is no deadline."
+            "Seconds from when a request's body is read until its prompt's cache must be with the "
+            "decoder, for requests that name none; without it there is no deadline."
         ),
     ] = None
     long_prompt_tokens: Annotated[

@@ -5,42 +5,33 @@ What cannot be is refused in one sentence; what is odd and may be meant comes ba
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
 import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 
-from headrace.backends.load import DECODERS
 from headrace.engine.capacity import MEMORY_MARGIN_NBYTES, available_nbytes, total_nbytes
 from headrace.engine.environments import RNGD
 from headrace.engine.models import resolve
 from headrace.engine.text import max_positions_of
 from headrace.errors import Refused
-from headrace.plan import TOKEN_NBYTES
 from headrace.runtime.config import SourceConfig, names_of
-from headrace.runtime.pairs import ATOM, LANES, NULL, is_emulated, is_fake
+from headrace.runtime.pairs import ATOM, LANES, is_emulated, is_fake
 from headrace.server.config import DecoderTable, HttpConfig, ServeConfig, TelemetryConfig
 from headrace.server.config_file import decoder_names
+from headrace.server.config_warnings import many, warnings_of
 from headrace.server.descriptors import check_descriptors
-from headrace.server.hosts import HOST, is_loopback
+from headrace.server.hosts import HOST, check_own, is_loopback
 from headrace.server.keys import KEY_VARIABLE, read_keys
 from headrace.server.option_checks import CUDA
-from headrace.server.owner_configs import (
-    KEEP_NOTHING,
-    OwnerStart,
-    kept_nbytes,
-    owner_config,
-    request_options,
-)
-from headrace.server.queue import CHOICE_NBYTES
+from headrace.server.owner_configs import OwnerStart, owner_config, request_options
 from headrace.server.sizes import Sizes, can_measure, measured
+from headrace.server.spans import check_installed
 
 _ARGUMENT_NBYTES = (1 << 17) - 64  # 32 pages, with the option's name
 _CONTROL_NBYTES = 107  # what the kernel takes of a socket's path
@@ -94,7 +85,7 @@ def check_config(config: ServeConfig, keys: Sequence[str] | None = None) -> Chec
     unchecked = [_unchecked(*each) for each in zip(config.decoders, starts, strict=True)]
     warnings = [
         *_memory_warnings(config.decoders, lanes, sizes),
-        *_warnings(config),
+        *warnings_of(config, lanes),
     ]
     found = zip(names, config.decoders, lanes, starts, sizes, unchecked, strict=True)
     return Checked(tuple(CheckedDecoder(*each) for each in found), tuple(warnings))
@@ -108,15 +99,14 @@ def _check_http(http: HttpConfig, keys: Sequence[str]) -> None:
             "and without a port",
             field="host",
         )
-    if not keys and not is_loopback(http.host):
-        if http.allow_open:
-            return
+    if not keys and not is_loopback(http.host) and not http.allow_open:
         raise Refused(
             f"http.host is {http.host} and nobody would be asked for a key; give "
             f"http.api_key_file or {KEY_VARIABLE}, or say that it may be open with "
             f"http.allow_open",
             field="host",
         )
+    check_own(http.host)
 
 
 def _check_telemetry(telemetry: TelemetryConfig) -> None:
@@ -129,6 +119,7 @@ def _check_telemetry(telemetry: TelemetryConfig) -> None:
         good = False
     if not good:
         raise Refused("telemetry.otlp_endpoint is no http or https address", field="otlp_endpoint")
+    check_installed()
 
 
 def _check_requests(config: ServeConfig) -> None:
@@ -307,78 +298,10 @@ def _too_much(table: DecoderTable, lanes: int, size: Sizes, total: int) -> str:
     kept = f" and {_gb(size.kept)} for kept prompts" if size.kept else ""
     lower = "lanes, slots, context or keep_bytes" if size.kept else "lanes, slots or context"
     return (
-        f"{_many(lanes, 'lane')} of {_gb(size.lane)} and {_many(slots, 'slot')} of "
+        f"{many(lanes, 'lane')} of {_gb(size.lane)} and {many(slots, 'slot')} of "
         f"{_gb(size.slot)} at {table.context} positions{kept} are {_gb(size.reserved)} here, and "
         f"this host has {_gb(total)}; lower {lower}"
     )
-
-
-def _warnings(config: ServeConfig) -> list[str]:
-    found = []
-    threads = sum(
-        table.threads + sum(each.threads for each in table.sources) for table in config.decoders
-    )
-    cores = len(os.sched_getaffinity(0))
-    if threads > cores:
-        found.append(
-            f"decoders and sources have {threads} threads in all and this host gives {cores} "
-            "cores: they slow each other down"
-        )
-    found += _queue_warnings(config)
-    for index, table in enumerate(config.decoders):
-        found += _decoder_warnings(f"decoders[{index}]", table, config)
-    if config.http.allow_open and not is_loopback(config.http.host):
-        found.append(f"http.host is {config.http.host} and anybody may use it")
-    return found
-
-
-def _queue_warnings(config: ServeConfig) -> Iterator[str]:
-    """What the queue is too small for even when nothing waits."""
-    queue, choices = config.queue, config.requests.max_choices
-    if queue.max_requests < choices:
-        yield (
-            f"queue.max_requests is {queue.max_requests} and requests.max_choices is {choices}: "
-            f"a request of more than {queue.max_requests} choices is answered 413"
-        )
-    for index, table in enumerate(config.decoders):
-        nbytes = CHOICE_NBYTES + TOKEN_NBYTES * table.context
-        if queue.max_bytes < nbytes:
-            longest = (queue.max_bytes - CHOICE_NBYTES) // TOKEN_NBYTES
-            yield (
-                f"queue.max_bytes is {queue.max_bytes} and decoders[{index}].context is "
-                f"{table.context}: a prompt of more than {longest} tokens is answered 413"
-            )
-
-
-def _decoder_warnings(place: str, table: DecoderTable, config: ServeConfig) -> Iterator[str]:
-    if table.decoder == NULL:
-        yield (
-            f"{place}.decoder is null, which decodes nothing: only requests of max_tokens 1 are "
-            "served"
-        )
-    kept_by_sources = any(each.options.get("own_cache_nbytes") for each in table.sources)
-    known = table.decoder in DECODERS and not kept_by_sources
-    if config.requests.prefix != "off" and known and not kept_nbytes(table):
-        keeps = "keeps no prompts" if table.decoder in KEEP_NOTHING else "has no keep_bytes"
-        yield f"requests.prefix is {config.requests.prefix} and {place} {keeps}: it has no effect"
-    if table.control is not None and _listens(Path(table.control)):
-        yield (
-            f"{place}.control: an owner listens at {table.control}, and another one cannot: end it "
-            "first"
-        )
-
-
-def _listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:
-        try:
-            probe.connect(os.fspath(path))
-        except OSError as exc:
-            return exc.errno == errno.EAGAIN  # its queue is full
-        return True
-
-
-def _many(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _gb(nbytes: int) -> str:

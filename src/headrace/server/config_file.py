@@ -120,10 +120,8 @@ def _check_keys(raw: Mapping[str, Any], table: Table, place: str) -> None:
     for name, value in raw.items():
         key = table.key(name)
         if key is None:
-            raise Refused(
-                f"unknown key `{name}` in {place or 'the first table'}{_meant(name, table)}",
-                field=name,
-            )
+            where = f"in {place}" if place else "at the top level"
+            raise Refused(f"unknown key `{name}` {where}{_meant(name, table)}", field=name)
         if key.tables is None:
             continue
         here = f"{place}.{name}".removeprefix(".")

@@ -14,7 +14,7 @@ from headrace.errors import Refused
 from headrace.server.config import DecoderTable, ServeConfig
 from headrace.server.config_keys import Key, Table, file_table
 
-EXAMPLE_MODEL: Final = "gemma3-270m"
+EXAMPLE_MODEL: Final = "smollm2-135m"
 
 _WIDTH = 98
 _PLAIN = ("a table", "a text", "a text that is not empty", "true or false")  # the value shows it

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Final, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, inspect
 
 from headrace.server.terminals import Ending, Terminal
 
@@ -150,7 +151,7 @@ def converted(value: Any, kind: Any, at: str) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as exc:
-        raise _named(str(exc), at) from exc
+        raise _one_of_others(value, kind, str(exc), at) or _named(str(exc), at) from exc
 
 
 def _no_json(text: str, raw: bytes) -> str:
@@ -176,6 +177,30 @@ def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
     return any(
         value == each and isinstance(value, bool) is isinstance(each, bool) for each in values
     )
+
+
+def _one_of_others(value: Any, kind: Any, text: str, at: str) -> Ending | None:
+    """The end of a field that has other words than this one; None if that is not what is wrong."""
+    path = _PATH.search(text)
+    name = _steps(path.group("path")) if path else ""
+    if not text.startswith("Invalid enum value") or name not in (words := _words_of(kind)):
+        return None
+    field = _join(at, name)
+    told = _clipped(str(value[name]), _MAX_NAME)
+    return invalid(f"field `{field}` is `{told}`; it is one of {words[name]}", field=field)
+
+
+@lru_cache(maxsize=16)  # of the kinds of bodies
+def _words_of(kind: Any) -> Mapping[str, str]:
+    """The words that each field of a struct may be, of those that are words."""
+    info = inspect.type_info(kind)
+    found = {}
+    for field in info.fields if isinstance(info, inspect.StructType) else ():
+        types = field.type.types if isinstance(field.type, inspect.UnionType) else (field.type,)
+        for each in types:
+            if isinstance(each, inspect.LiteralType):
+                found[field.encode_name] = ", ".join(map(str, each.values))
+    return found
 
 
 def _named(text: str, at: str) -> Ending:

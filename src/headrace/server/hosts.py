@@ -8,10 +8,13 @@ that the page's address has, `Origin` the page's own.
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
-from typing import Final
+import socket
+from typing import Any, Final
 from urllib.parse import urlsplit
 
+from headrace.errors import Refused
 from headrace.server.terminals import Ending, Terminal
 
 HOST: Final = re.compile(r"[A-Za-z0-9:.%_-]+")
@@ -27,6 +30,40 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
         return False
+
+
+def address_of(
+    host: str, port: int
+) -> tuple[socket.AddressFamily, socket.SocketKind, int, tuple[Any, ...]]:
+    """What to listen at: the family, kind and protocol of a socket, and its address.
+
+    Raises:
+        Refused: the name stands for no address here.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as exc:  # a label that is empty or too long
+        raise Refused(f"http.host {host!r} is no address: {exc}", field="http.host") from exc
+    family, kind, proto, _, address = found[0]
+    return family, kind, proto, address
+
+
+def check_own(host: str) -> None:
+    """Refuse what this host has no address for, by taking one of its ports for a moment.
+
+    Raises:
+        Refused: the name stands for no address, or for one of another host.
+    """
+    family, kind, proto, address = address_of(host, 0)
+    try:
+        with socket.socket(family, kind, proto) as probe:
+            probe.bind(address)
+    except OSError as exc:
+        raise Refused(
+            f"http.host {host!r} cannot be listened at: {os.strerror(exc.errno or 0)}; give an "
+            "address of this host",
+            field="http.host",
+        ) from exc
 
 
 def check_asked(host: str, origin: str, method: str, *, own: str, allow_open: bool) -> None:

@@ -47,7 +47,8 @@ def keys_of(path: Path, name: str = _PLACE) -> list[str]:
     Its group may read it, as secrets that a container is given can be; others may not.
 
     Raises:
-        Refused: it is missing or no regular file, others may use it, or there is no key in it.
+        Refused: it is missing or no regular file, others may use it, there is no key in it, or one
+            of its lines is no key.
     """
     status, text = _read(path, name)
     if not stat.S_ISREG(status.st_mode):
@@ -62,6 +63,13 @@ def keys_of(path: Path, name: str = _PLACE) -> list[str]:
             field="api_key_file",
         )
     lines = text.splitlines() if len(text) <= MAX_KEYS_NBYTES and text.isascii() else []
+    for number, line in enumerate(lines, start=1):
+        if line.strip().startswith(b"#") or len(line.split()) > 1:
+            raise Refused(
+                f"line {number} of the file that {name} names begins with # or holds a space; "
+                "there are no comments in it, and a key has no space: take that line out",
+                field="api_key_file",
+            )
     keys = [line.strip().decode() for line in lines if line.strip()]
     if not keys:
         raise Refused(

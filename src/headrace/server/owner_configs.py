@@ -149,6 +149,12 @@ def kept_nbytes(table: DecoderTable) -> int:
     return kept if type(kept) is int else 0
 
 
+def kept_key(table: DecoderTable, place: str) -> str:
+    """The key that says how many bytes those are."""
+    in_options = "keep_nbytes" in table.options
+    return f"{place}.options.keep_nbytes" if in_options else f"{place}.keep_bytes"
+
+
 def spelling_of(place: str, source: int = 0) -> Spelling:
     """What the options of a decoder's pair are called. source: the number of its source."""
     of_source = f"{place}.sources[{source}]"

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import secrets
 import select
 import socket
@@ -52,6 +53,7 @@ RECEIVED_AT_ONCE: Final = 1 << 14
 """Bytes; a chunk of a body may be one, and each is parsed before anybody else has a turn."""
 
 _BYTES_ACKED = slice(120, 128)  # of Linux's struct tcp_info, since 4.1
+_REPR: Final = re.compile(r":? (bytearray\()?b['\"].*", re.DOTALL)  # of what h11 quotes
 _LEFT = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
@@ -207,7 +209,8 @@ class Connection(H11Protocol):
         if getattr(exc, "error_status_hint", 400) == 431:
             ending = Ending(Terminal.HEADERS_TOO_LARGE, "the headers have too many bytes")
         else:
-            ending = Ending(Terminal.INVALID, f"this is no HTTP/1.1: {exc or msg}"[:300])
+            said = _REPR.sub("", str(exc or msg))
+            ending = Ending(Terminal.INVALID, f"this is no HTTP/1.1: {said}"[:300])
         if self.answering and self.cycle.response_started:
             self.transport.abort()
         elif not self.answering:

@@ -198,12 +198,18 @@ class FairQueue:
         if len(self._jobs) + num <= self._max_requests and self._nbytes + nbytes <= self._max_bytes:
             return
         self._counts["refused"] += num
-        raise QueueFull(
-            f"the queue is full: {len(self._jobs)} of {self._max_requests} requests and "
-            f"{self._nbytes} of {self._max_bytes} bytes wait, {num} with {nbytes} bytes came",
-            self._retry_after_s(now_ns),
-            never=num > self._max_requests or nbytes > self._max_bytes,
-        )
+        never = num > self._max_requests or nbytes > self._max_bytes
+        if never:
+            text = (
+                f"one request may have at most {self._max_requests} choices with "
+                f"{self._max_bytes} bytes, and this has {num} with {nbytes}; ask for less at once"
+            )
+        else:
+            text = (
+                f"the queue is full: {len(self._jobs)} of {self._max_requests} requests and "
+                f"{self._nbytes} of {self._max_bytes} bytes wait, {num} with {nbytes} bytes came"
+            )
+        raise QueueFull(text, self._retry_after_s(now_ns), never=never)
 
     def _retry_after_s(self, now_ns: int) -> float:
         if len(self._takes) < 2:

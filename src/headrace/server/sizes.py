@@ -21,7 +21,7 @@ from headrace.runtime import elsewhere
 from headrace.runtime.pairs import ATOM, NULL, REPLAY, WITH_A_MODEL, is_emulated
 from headrace.server.config import DecoderTable
 from headrace.server.option_checks import check_engine, replayed_manifest
-from headrace.server.owner_configs import OwnerStart, dtype_of, kept_nbytes
+from headrace.server.owner_configs import OwnerStart, dtype_of, kept_key, kept_nbytes
 
 MEASURE: Final = "headrace.server.sizes:measure"
 ON_THIS_HOST: Final = ("cpu", ATOM, NULL)
@@ -79,9 +79,10 @@ def can_measure() -> bool:
 
 
 def _asked(index: int, table: DecoderTable, directory: Path, start: OwnerStart) -> dict[str, Any]:
-    config = start.config
+    config, place = start.config, f"decoders[{index}]"
     return {
-        "place": f"decoders[{index}]",
+        "place": place,
+        "kept_key": kept_key(table, place),
         "model": str(directory),
         "dtype": dtype_of(table),
         "context": table.context,
@@ -124,7 +125,7 @@ def _checked(asked: Mapping[str, Any]) -> tuple[int, int, int] | None:
     source = asked["sources"][0]
     found = None
     if name in WITH_A_MODEL or (name == NULL and source["source"] != REPLAY):
-        found = _measured(Path(asked["model"]), asked["dtype"], asked["context"], asked["options"])
+        found = _measured(asked)
     check_engine("decoder", name, asked["options"], place, own=asked["own"])
     for index, each in enumerate(asked["sources"]):
         its = f"{place}.sources[{index}]"
@@ -135,15 +136,14 @@ def _checked(asked: Mapping[str, Any]) -> tuple[int, int, int] | None:
     return found
 
 
-def _measured(
-    directory: Path, dtype: str, context: int, options: Mapping[str, Any]
-) -> tuple[int, int, int]:
+def _measured(asked: Mapping[str, Any]) -> tuple[int, int, int]:
     from headrace.backends.keeping import extra_storages
     from headrace.engine.lanes import lane_nbytes
     from headrace.engine.layers import LAYOUTS, geometry
     from headrace.engine.loading import load_config
     from headrace.engine.tensors import DTYPES
 
+    directory, dtype, context = Path(asked["model"]), asked["dtype"], asked["context"]
     if dtype not in DTYPES:
         known = ", ".join(sorted(DTYPES))
         raise Refused(f"dtype {dtype!r} is unknown; use one of {known}", field="dtype")
@@ -158,9 +158,9 @@ def _measured(
         max_positions=context,
     )
     check_manifest(manifest, "decoder")
-    kept = options.get("keep_nbytes", 0)
+    kept = asked["options"].get("keep_nbytes", 0)
     if type(kept) is int:  # else the engine refuses it
-        extra_storages(manifest.layers, context, kept)
+        extra_storages(manifest.layers, context, kept, key=asked["kept_key"])
     elements = sum(math.prod(entry.shape) for entry in tensor_entries(directory))
     lane = lane_nbytes(manifest.layers, context)
     return lane, slot_layout(manifest, context).nbytes, elements * ITEMSIZE[dtype]

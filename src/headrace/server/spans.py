@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Final, Protocol
 from urllib.parse import urlsplit
 
@@ -34,14 +35,25 @@ def open_spans(config: TelemetryConfig) -> SpanListener | None:
     if config.otlp_endpoint is None:
         return None
     url = traces_url(config.otlp_endpoint)
+    check_installed()
+    from headrace.server.otel import OtelSpans, otlp_exporter
+
+    return OtelSpans(config.service_name, otlp_exporter(url))
+
+
+def check_installed() -> None:
+    """Refuse an endpoint where nothing could send to it.
+
+    Raises:
+        Refused: the extra is not installed.
+    """
     try:
-        from headrace.server.otel import OtelSpans, otlp_exporter
+        import_module("headrace.server.otel")
     except ImportError as exc:
         raise Refused(
             f"telemetry.otlp_endpoint needs OpenTelemetry ({exc}); {_EXTRA}, or remove it",
             field="telemetry.otlp_endpoint",
         ) from exc
-    return OtelSpans(config.service_name, otlp_exporter(url))
 
 
 def traces_url(endpoint: str) -> str:

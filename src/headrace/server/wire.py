@@ -16,6 +16,7 @@ from headrace.errors import Refused
 from headrace.server import events
 from headrace.server.config import HttpConfig
 from headrace.server.descriptors import ACCEPTED_AT_ONCE
+from headrace.server.hosts import address_of
 from headrace.server.http import App
 from headrace.server.protocol import Connections, Limits, watch_clients
 
@@ -35,19 +36,14 @@ def bind(http: HttpConfig) -> socket.socket:
     Raises:
         Refused: the port is in use, or the address is none of this host's.
     """
+    family, kind, proto, address = address_of(http.host, http.port)
     try:
-        found = socket.getaddrinfo(
-            http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except (OSError, UnicodeError) as exc:  # a label that is empty or too long
-        raise Refused(f"http.host {http.host!r} is no address: {exc}", field="http.host") from exc
-    family, kind, proto, _, address = found[0]
-    sock = socket.socket(family, kind, proto)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
+        with contextlib.ExitStack() as stack:
+            sock = stack.enter_context(socket.socket(family, kind, proto))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            stack.pop_all()
     except OSError as exc:
-        sock.close()
         raise Refused(_bind_text(http, exc), field="http.port") from exc
     return sock
 

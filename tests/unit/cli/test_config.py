@@ -64,7 +64,7 @@ def test_show_fills_in_the_defaults(file: Path, capsys: pytest.CaptureFixture[st
 
 def test_show_without_a_file_prints_one_to_begin_with(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["config", "show"]) == 0
-    assert parse_config(capsys.readouterr().out, "f").decoders[0].model == "gemma3-270m"
+    assert parse_config(capsys.readouterr().out, "f").decoders[0].model == "smollm2-135m"
 
 
 def test_a_line_says_what_a_decoder_takes() -> None:

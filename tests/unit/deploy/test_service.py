@@ -13,7 +13,6 @@ import pytest
 
 from headrace.cli import MISTAKE
 from headrace.cli.serve import ServeOptions
-from headrace.process import TERMINATE_WAIT_S
 from headrace.server.config import HttpConfig
 from headrace.server.config_file import read_config
 from headrace.server.decoders import CLOSE_GRACE_S, CLOSE_WITHIN_S
@@ -53,7 +52,7 @@ def test_the_end_has_a_bound() -> None:
     """From the end of a drain: the owners side by side, then connections, then spans."""
     wire = pytest.importorskip("headrace.server.wire")
     spans_s = inspect.signature(SpanListener.close).parameters["timeout_s"].default
-    assert CLOSE_GRACE_S + TERMINATE_WAIT_S < CLOSE_WITHIN_S
+    assert CLOSE_GRACE_S < CLOSE_WITHIN_S
     assert CLOSE_WITHIN_S + wire.LAST_WORDS_S + wire.LAST_READ_S + spans_s < END_S
 
 

@@ -163,6 +163,25 @@ def test_the_cache_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch)
     assert models.cache_root() == Path("/home/someone/mine")
 
 
+@pytest.mark.parametrize("place", ["", "above", "partial", "accepted", "models"])
+def test_a_cache_with_a_file_in_its_way_is_refused(
+    place: str,
+    index: Index,
+    cache: Path,
+    conversions: Conversions,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if place == "above":
+        monkeypatch.setenv("HEADRACE_CACHE", str(cache / "further"))
+    elif place:
+        cache.mkdir()
+    (cache / place if place not in ("", "above") else cache).write_text("")
+    with pytest.raises(
+        Refused, match=r" cannot be made \(.*\): name a directory .* HEADRACE_CACHE$"
+    ):
+        models.pull("tiny", accept_license=True)
+
+
 # -- pull --------------------------------------------------------------------------------------
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import Refused
+from headrace.messages import AskedRoute, OnFailure, PrefixAsked
 from headrace.runtime.requests import RequestOptions
 from headrace.server.bodies import (
     MAX_MESSAGES,
@@ -267,7 +268,7 @@ def test_a_huge_name_or_value_is_not_told_back_whole() -> None:
         ({"role": "function", "content": "x"}, "messages.1.role"),
         ({"role": "", "content": "x"}, "messages.1.role"),
         ({"role": 1, "content": "x"}, "messages.1.role"),
-        ({"role": "tool", "content": "x", "tool_call_id": "y"}, "messages.1.tool_call_id"),
+        ({"role": "tool", "content": "x", "tool_call_id": "y"}, "messages.1.role"),
         ({"role": "user", "content": "x", "name": "me"}, "messages.1.name"),
         ({"role": "user", "content": "x", "weight": 1}, "messages.1.weight"),
     ],
@@ -277,6 +278,31 @@ def test_a_wrong_message_is_refused_by_its_place(message: Any, field: str) -> No
     assert ending.field == field
     asked = json.dumps({"messages": [USER, message]}).encode()
     assert refused(tokenize_of, asked).field == field
+
+
+@pytest.mark.parametrize("role", ["tool", "function", ""])
+def test_a_role_that_is_none_is_named_with_those_that_are(role: str) -> None:
+    """Before the fields that only such a message has, which would lead to the wrong repair."""
+    message = {"role": role, "content": None, "tool_call_id": "y", "name": "f"}
+    ending = refused(chat, messages=[message])
+    roles = "system, developer, user, assistant"
+    assert ending.text == f"unsupported role `{role}`; it is one of {roles}"
+
+
+WORDS = {"route": AskedRoute, "prefix": PrefixAsked, "on_failure": OnFailure}
+
+
+@pytest.mark.parametrize("field", WORDS)
+@pytest.mark.parametrize("made", [completion, chat])
+def test_a_word_that_a_field_does_not_have_is_told_with_those_that_it_has(
+    made: Callable[..., Any], field: str
+) -> None:
+    ending = refused(made, **{field: "teleport"})
+    told, _, words = ending.text.partition("; it is one of ")
+    assert (told, ending.field) == (f"field `{field}` is `teleport`", field)
+    assert sorted(words.split(", ")) == sorted(get_args(WORDS[field]))
+    assert refused(made, **{field: "x" * 100_000}).text.endswith(f"; it is one of {words}")
+    assert "one of" not in refused(made, **{field: 1}).text
 
 
 def test_messages_are_read_to_what_a_template_takes() -> None:

@@ -50,14 +50,14 @@ def test_a_number_without_a_point_is_one() -> None:
         ("decoders = [1]", "decoders[0] is 1; it is a table, under [[decoders]]"),
         ("[[decoders]]\nlanes = 1", "decoders[0] has no model; `headrace models list`"),
         ("[[decoders]]\nmodel = ''", 'decoders[0].model is ""; it is a text that is not empty'),
-        ("[decoder]\nmodel = 'm'", "unknown key `decoder` in the first table; did you mean `deco"),
+        ("[decoder]\nmodel = 'm'", "unknown key `decoder` at the top level; did you mean `deco"),
         (f"{ONE}lane = 3", "unknown key `lane` in decoders[0]; did you mean `lanes`?"),
         (f"{ONE}{ONE}lane = 3", "unknown key `lane` in decoders[1]; did you mean `lanes`?"),
         (
             f"{ONE}[[decoders.sources]]\n[[decoders.sources]]\nslot = 1",
             "unknown key `slot` in decoders[0].sources[1]; did you mean `slots`?",
         ),
-        (f"port = 1\n{ONE}", "unknown key `port` in the first table; it is a key of [http]"),
+        (f"port = 1\n{ONE}", "unknown key `port` at the top level; it is a key of [http]"),
         ("[http]\nlanes = 3", "unknown key `lanes` in http; it is a key of [decoders]"),
         ("[page]\nzzz = 3", "unknown key `zzz` in page; its keys are enabled, recent, look_every"),
         (

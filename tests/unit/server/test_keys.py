@@ -79,6 +79,17 @@ def test_a_key_file_that_is_none_is_refused_without_repeating_it(path: Path) -> 
         assert "secret" not in str(said.value)
 
 
+@pytest.mark.parametrize("line", ["# sk-mine", "#sk-mine", "  # sk-mine", "sk-mine of Ann", "a\tb"])
+def test_a_line_that_looks_like_a_comment_is_no_key(path: Path, line: str) -> None:
+    """Else whoever sends the comment is let in."""
+    path.write_text(f"sk-1\n\n{line}\nsk#2\n")
+    with pytest.raises(Refused, match=r"^line 3 of the file that K names begins with #") as said:
+        keys_of(path, "K")
+    assert line.strip() not in str(said.value)
+    path.write_text("sk-1\nsk#2\n")
+    assert keys_of(path, "K") == ["sk-1", "sk#2"]
+
+
 def test_what_is_read_but_once_is_no_key_file(tmp_path: Path) -> None:
     """A pipe, waited for by nobody and filled before; a socket; a device; a directory."""
     empty, full = tmp_path / "empty", tmp_path / "full"

@@ -706,6 +706,9 @@ NO_HTTP = {
     "gzip": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n",
     "a name with a space": b"GET / HTTP/1.1\r\nHost: x\r\nA b: c\r\n\r\n",
     "a fold first": b"GET / HTTP/1.1\r\n Host: x\r\n\r\n",
+    "a word": b"GARBAGE\r\n\r\n",
+    "a quote": b"GARB'AGE\r\n\r\n",
+    "a value that ends a line": b"GET / HTTP/1.1\r\nHost: x\r\nA: \x00\r\n\r\n",
     "after a response": GET + b"\xff\r\n\r\n",
 }
 
@@ -725,6 +728,7 @@ def test_what_is_no_http_is_told_as_all_errors_are(sent: bytes) -> None:
             assert event.reason.startswith("this is no HTTP/1.1: ")
             assert "Invalid HTTP request" not in event.reason  # it has h11's word for it
             assert len(event.reason) <= 300
+            assert not re.search(r"bytearray|b['\"]", event.reason)
 
     run(test())
 

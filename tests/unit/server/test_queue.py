@@ -66,6 +66,7 @@ def test_what_does_not_fit_is_refused_whole_and_says_how_full_it_is() -> None:
     with pytest.raises(QueueFull) as never:
         queue.offer([job(nbytes=101)])
     assert never.value.never
+    assert "one request may have at most" in str(never.value)
     assert queue.statistics()["waiting"] == 2
     assert queue.statistics()["refused"] == 5
     queue.offer([job(nbytes=20)])

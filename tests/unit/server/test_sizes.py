@@ -104,10 +104,14 @@ def test_what_cannot_be_loaded_is_one_sentence(
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"options": {"nonsense": 1}}, "decoders[0].options: Object contains unknown field `nons"),
+        (
+            {"options": {"nonsense": 1}},
+            "decoders[0].options: Object contains unknown field `nonsense`; its options are model",
+        ),
         ({"options": {"lanes": "x"}}, "decoders[0].options: Expected `int`, got `str` - at `$.la"),
         ({"options": {"keep_nbytes": "x"}}, "decoders[0].options: Expected `int`, got `str`"),
-        ({"keep_bytes": 1}, "decoders[0]: keep_nbytes is 1, one entry of 128 positions takes "),
+        ({"keep_bytes": 1}, "decoders[0].keep_bytes is 1, one entry of 128 positions takes "),
+        ({"options": {"keep_nbytes": 1}}, "decoders[0].options.keep_nbytes is 1, one entry of 128"),
         ({"decoder": "null", "options": {"nonsense": 1}}, "decoders[0].options: Object contains u"),
         ({"decoder": "cuda"}, "decoders[0]: cuda: "),
         ({"decoder": "no_such:thing"}, "decoders[0].decoder: decoder 'no_such:thing': cannot imp"),
@@ -118,7 +122,7 @@ def test_what_cannot_be_loaded_is_one_sentence(
         ),
         (
             {"sources": (SourceTable(), SourceTable(options={"nonsense": 1}))},
-            "decoders[0].sources[1].options: Object contains unknown field `nonsense`",
+            "decoders[0].sources[1].options: Object contains unknown field `nonsense`; its options",
         ),
         (
             {"sources": (SourceTable(source="replay", options={"layers": "x"}),)},

@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import socket
+from typing import NoReturn
 
 import pytest
 
@@ -59,6 +60,17 @@ def test_a_host_that_is_no_address_is_refused(host: str) -> None:
 def test_an_address_of_another_host_is_refused() -> None:
     with pytest.raises(Refused, match="cannot be listened at"):
         bind(HttpConfig(host="192.0.2.1", port=0))  # of the documentation's network
+
+
+def test_a_family_that_this_host_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `::1` is where IPv6 is off."""
+
+    def socket_of(*each: int) -> NoReturn:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(socket, "socket", socket_of)
+    with pytest.raises(Refused, match="cannot be listened at: Address family not supported"):
+        bind(HttpConfig(port=0))
 
 
 @pytest.mark.parametrize(

@@ -135,28 +135,30 @@ async def share(served: Served, setting: Setting, write: Write) -> None:
     ):
         await warm_up(modest, bodies, 2)
         for beside in (False, True):
+            until_s = time.monotonic() + setting.sizes.mixed_s / 2
             others = [
-                asyncio.ensure_future(_one_by_one(greedy, bodies, write, "greedy", beside))
+                _one_by_one(greedy, bodies, write, until_s, "greedy", beside)
                 for _ in range(GREEDY if beside else 0)
             ]
-            mine = asyncio.ensure_future(_one_by_one(modest, bodies, write, "modest", beside))
-            await asyncio.sleep(setting.sizes.mixed_s / 2)
-            for task in (mine, *others):
-                task.cancel()
-            await asyncio.wait([mine, *others])
+            mine = _one_by_one(modest, bodies, write, until_s, "modest", beside)
+            await asyncio.gather(mine, *others)
 
 
 async def _one_by_one(
     client: httpx.AsyncClient,
     bodies: Sequence[dict[str, Any]],
     write: Write,
+    until_s: float,
     who: str,
     beside: bool,
 ) -> None:
+    """Ask again as soon as it was answered, once at least."""
     origin_ns = time.perf_counter_ns()
     for number in itertools.count():
         row = (await ask(client, bodies[number % len(bodies)])).row(origin_ns)
         del row["gaps_us"]
         write({**row, "measure": "share", "client": who, "beside": beside})
+        if time.monotonic() >= until_s:
+            return
         if row["kind"] != "ok":
             await asyncio.sleep(0.1)
