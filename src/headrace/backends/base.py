@@ -236,6 +236,14 @@ class KeepsEntries(Protocol):
 
 
 @runtime_checkable
+class ReservesByLabel(Protocol):
+    """A decoder whose storage its caller allocates: an attempt's is what was bound to its label."""
+
+    def reserve_for(self, label: int | None, num_tokens: int) -> Reservation:
+        """The reservation of what was bound; raises WouldBlock if nothing fitting is."""
+
+
+@runtime_checkable
 class ContinuesKept(Protocol):
     """An engine in the owner's process that computes on top of what the decoder keeps."""
 

@@ -19,6 +19,7 @@ SOURCES: Final[dict[str, str]] = {
     "cuda": "headrace.backends.cuda_source:open",
     "rngd": "headrace.backends.rngd:open",
     "replay": "headrace.backends.replay:open",
+    "vllm": "headrace.backends.vllm:open",
 }
 DECODERS: Final[dict[str, str]] = {
     "cpu": "headrace.backends.cpu:open",
@@ -32,6 +33,8 @@ ONE_LANE: Final = ("atom",)
 _HINTS: Final[dict[str, str]] = {
     "rngd": "It runs in an environment of its own: run headrace rngd setup, and leave "
     "--source-python out",
+    "vllm": "It runs in an environment of its own: run headrace vllm-env, and name its Python with "
+    "--source-python",
     "atom": "It runs in the vendor's own environment: name its Python in HEADRACE_ATOM_PYTHON or "
     "with --decoder-python",
 }

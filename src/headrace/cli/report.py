@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,9 +16,9 @@ from headrace.runtime.router import RouteResult
 from headrace.telemetry.clocks import Aligned, align
 from headrace.telemetry.recording import Run, prompt_digest
 from headrace.telemetry.report import report_of
+from headrace.telemetry.stamp import stamp
 from headrace.telemetry.timeline import draw
 from headrace.telemetry.words import overlap
-from headrace.version import VERSION
 
 
 def as_json(
@@ -161,19 +159,6 @@ def run_of(name: str, prompt: list[int], result: RouteResult) -> Run:
         owner=tuple(result.owner_intervals),
         measured=ended.measured,
     )
-
-
-def stamp() -> dict[str, Any]:
-    """Where and when figures were taken."""
-    return {
-        "headrace": VERSION,
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "machine": platform.machine(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "load_1min": os.getloadavg()[0],
-        "clock": "host CLOCK_MONOTONIC",
-    }
 
 
 def _figures(result: RouteResult, shown: Shown) -> dict[str, Any]:

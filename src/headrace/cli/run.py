@@ -26,7 +26,6 @@ from headrace.cli.report import (
     print_comparison,
     print_result,
     run_of,
-    stamp,
 )
 from headrace.cli.run_options import RunOptions, check_options, sampling_of
 from headrace.cli.shown import Printer, shown_of
@@ -55,6 +54,7 @@ from headrace.runtime.router import OwnerClient, RouteResult
 from headrace.runtime.supervisor import RestartPolicy
 from headrace.telemetry.chrome import encode
 from headrace.telemetry.recording import Recording
+from headrace.telemetry.stamp import stamp
 
 WARM_UP_TOKENS = 8
 CHUNKED_POSITIONS = 256

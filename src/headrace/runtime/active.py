@@ -32,10 +32,13 @@ class Active:
         request: Request,
         tokens: Sequence[int],
         found: Found | None = None,
+        start: int = 0,
     ) -> None:
-        """`found`: the kept prompt that it goes on from, pinned."""
+        """`found`: the kept prompt that it goes on from, pinned. `start`: see the property."""
         self.request = request
         self.found = found
+        self.start = start if found is None else found.positions
+        """Positions that its storage holds as soon as it is reserved."""
         self.kept: Kept | None = None  # what is kept of it, once it is published
         self.pinned = found is not None
         self.held: Reservation | Entry | None = None
@@ -100,17 +103,13 @@ class Active:
         self.expected_ns = expected_ns
 
     @property
-    def start(self) -> int:
-        """Positions that its storage holds as soon as it is reserved."""
-        return 0 if self.found is None else self.found.positions
-
-    @property
     def cuts(self) -> tuple[int, ...]:
         """Where its prefill is cut beside its prefill chunk."""
-        if self.found is None:
-            return self.request.options.prefill_cuts
-        before = (cut for cut in self.found.prompt.schedule.cuts if cut < self.start)
-        return (*before, self.start)
+        asked = self.request.options.prefill_cuts
+        if not self.start:
+            return asked
+        made = asked if self.found is None else self.found.prompt.schedule.cuts
+        return (*(cut for cut in made if cut < self.start), self.start)
 
     @property
     def the_whole_plan(self) -> Plan:

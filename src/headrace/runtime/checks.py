@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
-from headrace.backends.base import Decoder
+from headrace.backends.base import Decoder, ReservesByLabel
 from headrace.errors import Refused
 from headrace.geometry import Manifest
 from headrace.ids import AttemptId
@@ -74,6 +74,27 @@ def check_request(
         _check_cuts(options, plan)
         plans.append(plan)
     return plans
+
+
+def check_start(
+    start: int,
+    num_tokens: int,
+    options: RequestOptions,
+    decoder: Decoder,
+    sides: Iterable[tuple[Manifest, PlanFor]],
+) -> None:
+    """Refuse a `start` that no storage can have, or that a source cannot go on from."""
+    if not isinstance(decoder, ReservesByLabel):
+        raise Refused("start is for a decoder whose storage its caller binds", field="start")
+    if options.prefix != "off":
+        raise Refused("start and prefix both say where to go on from; give one", field="start")
+    if not 0 < start < num_tokens:
+        raise Refused(
+            f"start is {start} and the prompt has {num_tokens} positions; leave at least one",
+            field="start",
+        )
+    if any(source.prefix == "none" for source, _ in sides):
+        raise Refused("a source here emits whole prompts only; leave start out", field="start")
 
 
 def _check_cuts(options: RequestOptions, plan: Plan) -> None:

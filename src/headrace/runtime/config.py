@@ -26,7 +26,7 @@ class SourceConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     source: str
-    options: dict[str, Any]
+    options: dict[str, Any] = {}
     python: str | None = None
     num_slots: int = 2
     name: str = ""

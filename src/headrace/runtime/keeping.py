@@ -12,7 +12,14 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
-from headrace.backends.base import Decoder, Entry, KeepsEntries, Kept, Reservation
+from headrace.backends.base import (
+    Decoder,
+    Entry,
+    KeepsEntries,
+    Kept,
+    Reservation,
+    ReservesByLabel,
+)
 from headrace.errors import WouldBlock
 from headrace.geometry import Manifest, PrefixUse
 from headrace.messages import Measured, Reuse
@@ -100,11 +107,17 @@ class Keeping:
             return None, Reuse(0, "source", "more prompts are about to be used than may be kept")
         return way.found, as_told(way, reason)
 
-    def reserve(self, found: Found | None, num_tokens: int) -> Reservation:
+    def reserve(
+        self, found: Found | None, num_tokens: int, label: int | None = None
+    ) -> Reservation:
         """Storage for an attempt, with what its request goes on from in place.
+
+        label: of the request, where the decoder's storage is bound to it.
 
         Raises: as the decoder's `reserve`; WouldBlock where what was kept was lost meanwhile.
         """
+        if isinstance(self._decoder, ReservesByLabel):
+            return self._decoder.reserve_for(label, num_tokens)
         if found is None or self._keeper is None:
             return self._decoder.reserve(num_tokens)
         if not self.index.has(found.prompt):

@@ -22,7 +22,7 @@ from headrace.protocol.commands import Cause
 from headrace.protocol.handoff import HandoffState
 from headrace.protocol.owner import Owner
 from headrace.runtime.active import Active
-from headrace.runtime.checks import check_bounds, check_request, prompt_of
+from headrace.runtime.checks import check_bounds, check_request, check_start, prompt_of
 from headrace.runtime.importing import SHARED_CHUNK_NBYTES, Importing
 from headrace.runtime.local import LocalSource
 from headrace.runtime.operated import OperatedShell
@@ -151,11 +151,14 @@ class DecoderOwner(OperatedShell):
         on_token: Callable[[int], None] | None = None,
         on_progress: Callable[[Span, int, int], None] | None = None,
         label: int | None = None,
+        start: int = 0,
     ) -> Request:
         """Start a request; the callbacks are called from within turns.
 
         `on_progress(span, imported, total)` tells what was imported last, and bytes of KV so far,
-        of the attempt that runs. `label`: the caller's own number for it.
+        of the attempt that runs. `label`: the caller's own number for it. `start`: the storage that
+        the caller bound to the label holds positions [0, start) already, so that the source emits
+        only those from there on.
 
         Raises:
             Refused: it can never be served as asked; the text says what to change.
@@ -164,7 +167,9 @@ class DecoderOwner(OperatedShell):
         options = options or RequestOptions()
         prompt = prompt_of(tokens)
         local = self._check_local(options)
-        sides = self._sources.sides(local=local)
+        sides = list(self._sources.sides(local=local))
+        if start:
+            check_start(start, len(prompt), options, self._decoder, sides)
         plans = check_request(prompt, options, self._decoder, self._manifest, self.context, sides)
         if options.poison:
             for plan in plans:
@@ -186,14 +191,15 @@ class DecoderOwner(OperatedShell):
         if options.deadline_s is not None:
             deadline_ns = now_ns + int(options.deadline_s * 1e9)
         try:
-            request_id = self._submit(prompt, now_ns, deadline_ns, options, found, reuse)
+            begin = start if found is None else found.positions
+            request_id = self._submit(prompt, now_ns, deadline_ns, options, found, reuse, begin)
         except BaseException:
             if found is not None:
                 self._keeping.index.unpin(found.prompt)
             raise
         asked = request_id, len(tokens), options, on_token, on_progress
         request = Request(*asked, label=label, reuse=reuse)
-        self._take_up(Active(AttemptId(*request_id, 1), request, prompt, found))
+        self._take_up(Active(AttemptId(*request_id, 1), request, prompt, found, start))
         self._checked = False
         self._run_commands()
         return request

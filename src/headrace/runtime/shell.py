@@ -94,6 +94,7 @@ class Shell(ImportShell):
         options: RequestOptions,
         found: Found | None,
         reuse: Reuse | None,
+        start: int,
     ) -> RequestId:
         local = reuse is not None and reuse.remainder == "owner"
         try:
@@ -103,7 +104,7 @@ class Shell(ImportShell):
                 deadline_ns,
                 digest=options.digest,
                 policy=options.policy,
-                start=0 if found is None else found.positions,
+                start=start,
                 local=local,
             )
         except Refused as exc:
@@ -184,7 +185,9 @@ class Shell(ImportShell):
     def _reserve(self, command: Reserve) -> None:
         active = self._active[command.attempt]
         try:
-            active.held = self._keeping.reserve(active.found, command.num_tokens)
+            active.held = self._keeping.reserve(
+                active.found, command.num_tokens, active.request.label
+            )
             active.record.reserved()
         except WouldBlock as exc:
             self._fail_later(active, exc, refused=True)
