@@ -18,8 +18,8 @@ SOURCES: Final[dict[str, str]] = {
     "torch": "headrace.backends.torch:open",
     "cuda": "headrace.backends.cuda_source:open",
     "rngd": "headrace.backends.rngd:open",
-    "replay": "headrace.backends.replay:open",
     "vllm": "headrace.backends.vllm:open",
+    "replay": "headrace.backends.replay:open",
 }
 DECODERS: Final[dict[str, str]] = {
     "cpu": "headrace.backends.cpu:open",

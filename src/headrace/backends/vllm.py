@@ -28,7 +28,7 @@ from headrace.engine.pieces import pieces
 from headrace.engine.vllm.producing import HERE
 from headrace.engine.vllm.versions import check_version
 from headrace.errors import Closed, LocalProtocolError, Refused
-from headrace.geometry import Layer, Manifest, Sliding
+from headrace.geometry import ITEMSIZE, Layer, Manifest, Sliding
 
 ROLE: Final = "HEADRACE_VLLM_SOURCE"
 """A variable that tells the connector that it is loaded in a source."""
@@ -57,6 +57,10 @@ _OURS: Final = (
     *("enable_prefix_caching", "kv_transfer_config", "tensor_parallel_size"),
 )
 
+_HEADS: Final = ("num_key_value_heads", "num_global_key_value_heads")
+_HEAD_DIMS: Final = ("head_dim", "global_head_dim")
+_SPARE_POSITIONS: Final = 1024  # what vLLM's blocks are rounded up by, and its null block
+
 
 def open(config: Mapping[str, Any]) -> VllmEngine:
     """Load the engine from the fields of `Options`.
@@ -72,7 +76,7 @@ def open(config: Mapping[str, Any]) -> VllmEngine:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the sink is in this process
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import torch
     import vllm
 
@@ -88,7 +92,14 @@ def _load(options: Options) -> Any:
     config = get_config(options.model, trust_remote_code=False).get_text_config()
     positions = options.max_positions or int(config.max_position_embeddings)
     longest = positions + 1  # vLLM wants room for the token that it samples
-    given = {} if options.block_size is None else {"block_size": options.block_size}
+    given = {
+        "enforce_eager": True,
+        "use_tqdm_on_load": False,
+        "kv_cache_memory_bytes": _cache_nbytes(config, longest, options.dtype),
+        **options.engine,
+    }
+    if options.block_size is not None:
+        given["block_size"] = options.block_size
     try:
         return LLM(
             model=options.model,
@@ -97,18 +108,25 @@ def _load(options: Options) -> Any:
             max_num_batched_tokens=options.prefill_chunk or longest,
             max_num_seqs=1,
             enable_prefix_caching=False,  # what is not computed is not told
-            enforce_eager=options.engine.get("enforce_eager", True),
             kv_transfer_config={
                 "kv_connector": "HeadraceConnector",
                 "kv_connector_module_path": "headrace.vllm",
                 "kv_role": "kv_producer",
             },
             disable_log_stats=True,
-            **{name: value for name, value in options.engine.items() if name != "enforce_eager"},
             **given,
         )
     except (ValueError, TypeError) as exc:  # pydantic's errors are ValueErrors
         raise Refused(f"vLLM refuses it: {_first_line(exc)}", field="engine") from exc
+
+
+def _cache_nbytes(config: Any, positions: int, dtype: str) -> int:
+    """Room for one prompt in all layers; vLLM would take half of the host's memory."""
+    heads = max(getattr(config, name, None) or 0 for name in _HEADS)
+    head_dim = max(getattr(config, name, None) or 0 for name in _HEAD_DIMS)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    layer_nbytes = 2 * (heads or config.num_attention_heads) * head_dim * ITEMSIZE.get(dtype, 4)
+    return int(config.num_hidden_layers) * layer_nbytes * (positions + _SPARE_POSITIONS)
 
 
 class VllmEngine:

@@ -55,7 +55,7 @@ class CheckOptions:
     """The options of `headrace check`."""
 
     source: str
-    "torch, cuda, rngd, replay or module:factory."
+    "torch, cuda, rngd, vllm, replay or module:factory."
     decoder: str
     "cpu, cuda, atom, null or module:factory."
     model: str | None = None

@@ -29,7 +29,7 @@ from rich.text import Text
 from headrace import memory
 from headrace.backends.load import DECODERS, SOURCES
 from headrace.channel import socket_pair
-from headrace.cli import atom_findings, rngd_findings
+from headrace.cli import atom_findings, rngd_findings, vllm_findings
 from headrace.cli.findings import Finding, Status
 from headrace.cli.imports import ELSEWHERE, ImportResult, Imports
 from headrace.engine import capacity, models
@@ -327,6 +327,7 @@ def _backend_probes(imports: Imports) -> list[Probe]:
         *here,
         Probe("source rngd", rngd_findings.find_environment, _RNGD_SETUP),
         Probe("rngd card", rngd_findings.find_card, _RNGD_SETUP),
+        Probe(vllm_findings.ENVIRONMENT, vllm_findings.find_environment, vllm_findings.ADVICE),
         Probe(atom_findings.ENVIRONMENT, atom_findings.find_environment, SETUP),
         Probe(atom_findings.CARD, atom_findings.find_card, SETUP),
     ]

@@ -19,11 +19,11 @@ from msgspec import Struct
 
 from headrace.backends.load import DECODERS, SOURCES
 from headrace.engine.atom import environment
-from headrace.engine.environments import RNGD
+from headrace.engine.environments import RNGD, VLLM
 from headrace.version import VERSION
 
 IMPORTS_TIMEOUT_S: Final = 8.0
-ELSEWHERE: Final = (RNGD.name, environment.NAME)
+ELSEWHERE: Final = (RNGD.name, VLLM.name, environment.NAME)
 """Sources and decoders that run in an environment of their vendor's own."""
 
 

@@ -177,7 +177,9 @@ def _config(
     if directory is not None:
         dtype = dtype_for(options.source, options.dtype)
         model = {"model": str(directory), "dtype": dtype, "threads": options.threads}
-    source = options_for(options.source, model, emulate=options.emulate)
+    source = options_for(
+        options.source, model, emulate=options.emulate, prefill_chunk=options.prefill_chunk
+    )
     if options.source == REPLAY:
         source["vocab_size"] = 256
     return OwnerConfig(

@@ -48,11 +48,12 @@ class RunOptions:
     context: int | None = None
     "Positions that a lane and a slot hold; by default what this request needs."
     source: str = "torch"
-    "torch, cuda, rngd, replay or module:factory."
+    "torch, cuda, rngd, vllm, replay or module:factory."
     source_options: str = "{}"
     "More options of the source, as a JSON object."
     source_python: str | None = None
-    "The interpreter of the source's own environment; rngd's is found if `rngd setup` made it."
+    "The interpreter of the source's own environment; rngd's and vllm's are found "
+    "if `rngd setup` or `vllm-env` made them."
     emulate: bool = False
     "Run the source's kernels on the CPU, with its vendor's own executor (rngd)."
     decoder: str = "cpu"

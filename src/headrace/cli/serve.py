@@ -89,7 +89,7 @@ class ServeOptions:
     served_as: Annotated[tuple[str, ...] | None, Parameter(negative="")] = None
     "A name under which requests ask for it; may be given more than once."
     source: str | None = None
-    "torch, cuda, rngd, replay or module:factory; by default torch."
+    "torch, cuda, rngd, vllm, replay or module:factory; by default torch."
     slots: int | None = None
     "Requests that the source may hold at once; by default 2."
     source_python: str | None = None

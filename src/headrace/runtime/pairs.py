@@ -14,14 +14,16 @@ from typing import Any, Final
 
 from headrace.engine import environments
 from headrace.engine.atom import environment
-from headrace.engine.environments import RNGD
+from headrace.engine.environments import RNGD, VLLM, Recipe
 from headrace.errors import BackendUnavailable, Refused
 from headrace.runtime.interpreters import check_interpreter
 
 REPLAY: Final = "replay"
 ATOM: Final = "atom"
 NULL: Final = "null"
-TAKE_A_MODEL: Final = ("torch", "cuda", RNGD.name)
+ENVIRONMENTS: Final[dict[str, Recipe]] = {RNGD.name: RNGD, VLLM.name: VLLM}
+"""Of the sources that have one of their own."""
+TAKE_A_MODEL: Final = ("torch", "cuda", *ENVIRONMENTS)
 WITH_A_MODEL: Final = ("cpu", "cuda", ATOM)
 RNGD_DTYPE: Final = "bfloat16"
 DTYPE: Final = "float32"
@@ -71,15 +73,23 @@ def dtype_for(source: str, given: str | None) -> str:
 
 
 def options_for(
-    source: str, model: Mapping[str, Any], *, emulate: bool = False, share_device: bool = False
+    source: str,
+    model: Mapping[str, Any],
+    *,
+    emulate: bool = False,
+    share_device: bool = False,
+    prefill_chunk: int = 0,
 ) -> dict[str, Any]:
     """The options of a source that its pair gives: its model, unless it is replay.
 
-    `model`: of the checkpoint, empty if none was named.
+    `model`: of the checkpoint, empty if none was named. `prefill_chunk`: of its requests, which a
+    vLLM engine is started with.
     """
     if source == REPLAY:
         return {}
     options = dict(model)
+    if source == VLLM.name and prefill_chunk:
+        options["prefill_chunk"] = prefill_chunk
     if source == RNGD.name:
         flags = {"emulate": emulate, "share_device": share_device}
         options |= {name: True for name, given in flags.items() if given}
@@ -87,17 +97,17 @@ def options_for(
 
 
 def interpreter_for(source: str, given: str | None, *, spelling: Spelling = FLAGS) -> str | None:
-    """The interpreter of a source's environment: the given one, or for rngd the one that
-    `headrace rngd setup` made; None for this process's own.
+    """The interpreter of a source's environment: the given one, or for rngd and vllm the one that
+    `headrace rngd setup` or `headrace vllm-env` made; None for this process's own.
 
     Raises:
-        BackendUnavailable: there is no environment for rngd.
+        BackendUnavailable: there is no environment for it.
         Refused: it cannot run headrace, or its headrace is another version.
     """
     interpreter = given
-    if given is None and source == RNGD.name:
+    if given is None and source in ENVIRONMENTS:
         with _hint_spelled("source_python", spelling):
-            interpreter = environments.find(RNGD)
+            interpreter = environments.find(ENVIRONMENTS[source])
     if interpreter is not None:
         check_interpreter(interpreter, spelling.first("source_python"))
     return interpreter

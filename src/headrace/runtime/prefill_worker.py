@@ -93,7 +93,9 @@ class SubprocessPrefillWorker:
         env: Mapping[str, str] | None = None,
         restart: RestartPolicy | None = None,
     ) -> None:
-        """`engine`: torch, cuda, rngd, replay or module:factory; `context`: the longest prompt.
+        """`engine`: torch, cuda, rngd, vllm, replay or module:factory.
+
+        `context`: the longest prompt.
 
         `restart`: how the source is started again when it dies; by default not at all.
         """

@@ -166,7 +166,7 @@ class TelemetryConfig(_Table, frozen=True, kw_only=True):
 class SourceTable(_Table, frozen=True, kw_only=True):
     """`[[decoders.sources]]`: one prefill worker."""
 
-    source: Annotated[str, says("torch, cuda, rngd, replay or module:factory.")] = "torch"
+    source: Annotated[str, says("torch, cuda, rngd, vllm, replay or module:factory.")] = "torch"
     name: Annotated[
         Name | None,
         says("What metrics and logs call it; by default what it is, numbered if several."),

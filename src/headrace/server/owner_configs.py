@@ -188,7 +188,10 @@ def _sources(table: DecoderTable, model: dict[str, Any], *, place: str) -> tuple
     made = []
     for index, source in enumerate(table.sources):
         options = options_for(
-            source.source, {**model, "threads": source.threads}, emulate=source.emulate
+            source.source,
+            {**model, "threads": source.threads},
+            emulate=source.emulate,
+            prefill_chunk=table.prefill_chunk,
         )
         if source.source == REPLAY:
             options["vocab_size"] = REPLAYED_VOCABULARY

@@ -228,9 +228,10 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> LoadStats | None:
         if self._scheduling is not None:
-            return LoadStats.of_local(self._scheduling.take_local())
+            local = self._scheduling.take_local()
+            return LoadStats.of_local(local) if local else None
         ended, self._reports = self._reports.ended, Reports()
-        return LoadStats.of(ended)
+        return LoadStats.of(ended) if ended else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LoadStats | None:
