@@ -95,9 +95,8 @@ class SubprocessPrefillWorker:
     ) -> None:
         """`engine`: torch, cuda, rngd, vllm, replay or module:factory.
 
-        `context`: the longest prompt.
-
-        `restart`: how the source is started again when it dies; by default not at all.
+        `context`: the longest prompt. `restart`: how the source is started again when it dies; by
+        default not at all.
         """
         self._handle = SourceHandle(
             engine,

@@ -86,7 +86,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._produces = transfer.is_kv_producer and ROLE in os.environ
         self._scheduling: Scheduling | None = None
         self._owner: OwnerThread | None = None
-        self._word: Word | None = None
+        self._told: Told | None = None  # what the scheduler half was told last
         self._reports = Reports()
         if self._settings is not None and role is KVConnectorRole.SCHEDULER:
             self._scheduling = Scheduling(self._settings, _block_size(kv_cache_config))
@@ -158,7 +158,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             decoder=self._driven(paged),
             told_ended=Traces(self._settings.trace_dir).write,
         )
-        self._word = Word(self._owner.start())
+        self._owner.start()
 
     def _driven(self, paged: PagedDecoder) -> Decoder:
         """What the owner drives: `paged`, or what stands in front of it."""
@@ -200,8 +200,12 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         raise LocalProtocolError("vLLM asks for transfer results, which tell failures too")
 
     def build_connector_worker_meta(self) -> Word | None:
-        word, self._word = self._word, None
-        return word
+        """What is new of the sources."""
+        told = None if self._owner is None else self._owner.told
+        if told is None or told == self._told:
+            return None
+        self._told = told
+        return Word(told)
 
     def shutdown(self) -> None:
         """End all loads and all sources. Idempotent."""

@@ -130,6 +130,13 @@ class OwnerThread:
         return reports
 
     @property
+    def told(self) -> Told | None:
+        """Of the sources; that there is none any more once the thread has ended."""
+        if self._failure is not None:
+            return Told(0, starts_anywhere=False, in_service=False)
+        return self._told
+
+    @property
     def outstanding(self) -> int:
         """Loads that were not reported."""
         return len(self._outstanding)

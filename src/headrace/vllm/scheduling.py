@@ -56,12 +56,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the worker half told of its sources: the longest prompt, and whether they can begin
-    anywhere.
+    """What the worker half told of its sources: the longest prompt, whether they can begin
+    anywhere, and whether there is an owner at all.
     """
 
     max_positions: int
     starts_anywhere: bool
+    in_service: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,8 @@ class Scheduling:
         if end <= num_computed or len(prompt.tokens) < self._settings.min_tokens:
             return None, "short"
         told = self._told
+        if told is not None and not told.in_service:
+            return None, "out-of-service"
         if told is not None and end > told.max_positions:
             return None, "long"
         if num_computed and not (told is not None and told.starts_anywhere):
