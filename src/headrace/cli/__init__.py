@@ -17,11 +17,13 @@ from headrace.cli.config import config_app
 from headrace.cli.doctor import doctor
 from headrace.cli.models import models_app
 from headrace.cli.owner import owner_app
+from headrace.cli.proxy import proxy
 from headrace.cli.rngd import rngd_app
 from headrace.cli.run import run
 from headrace.cli.run_options import RunOptions
 from headrace.cli.serve import serve
 from headrace.cli.trace import trace
+from headrace.cli.vllm_env import vllm_env
 from headrace.engine.capacity import MORE_MEMORY
 from headrace.errors import BackendUnavailable, HeadraceError, Refused
 from headrace.version import VERSION
@@ -34,6 +36,7 @@ app = App(
 )
 app.command(run)
 app.command(serve)
+app.command(proxy)
 app.command(config_app)
 app.command(trace)
 app.command(check)
@@ -41,6 +44,7 @@ app.command(doctor)
 app.command(owner_app)
 app.command(models_app)
 app.command(rngd_app)
+app.command(vllm_env)
 app.command(atom_app)
 app.command(bench_app)
 

@@ -1,0 +1,1 @@
+"""A proxy in front of vLLM decoders whose prefill sources hang under them."""

@@ -1,0 +1,71 @@
+"""The HTTP application: which path is passed on, and what the proxy answers itself."""
+
+from __future__ import annotations
+
+import uuid
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+
+from headrace.proxy.config import ProxyConfig
+from headrace.proxy.metrics import Metrics
+from headrace.proxy.pool import Pool
+from headrace.proxy.relays import Relays
+from headrace.server.events import Events
+from headrace.server.http import App, Front, Receive, Scope, Send, header
+
+
+def build(relays: Relays, pool: Pool, metrics: Metrics, told: Events, config: ProxyConfig) -> App:
+    """The application."""
+    told.listen(metrics.take)
+    standing = Standing(pool)
+    routes = [
+        Route("/health", standing.reply, methods=["GET"]),
+        Route("/ready", standing.reply, methods=["GET"]),
+        Route("/metrics", metrics.scrape, methods=["GET"]),
+        Route("/v1/models", relays.endpoint("models"), methods=["GET"]),
+        Route("/v1/completions", relays.endpoint("completions"), methods=["POST"]),
+        Route("/v1/chat/completions", relays.endpoint("chat"), methods=["POST"]),
+        Route("/tokenize", relays.endpoint("tokenize"), methods=["POST"]),
+        Route("/detokenize", relays.endpoint("detokenize"), methods=["POST"]),
+    ]
+    router = Router(routes, redirect_slashes=False)
+    return Named(Front(router, told, config.http, keys=config.keys))
+
+
+class Standing:
+    """Whether a request can go anywhere."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    async def reply(self, request: Request) -> Response:
+        """Which decoders there are is told to whoever may use the proxy."""
+        content: dict[str, object] = {"status": "ok" if self._pool.any_up else "no decoder is up"}
+        if request.state.known:
+            content["decoders"] = [
+                {
+                    "address": each.address,
+                    "up": each.up,
+                    "in_flight": each.in_flight,
+                    "why": each.why,
+                }
+                for each in self._pool.decoders
+            ]
+        status = 200 if self._pool.any_up else 503
+        return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+class Named:
+    """Gives a request without an id one such as vLLM gives, since it is vLLM's name for it too."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not header(scope["headers"], b"x-request-id"):
+            own = (b"x-request-id", uuid.uuid4().hex.encode())
+            scope = {**scope, "headers": [*scope["headers"], own]}
+        await self._app(scope, receive, send)
