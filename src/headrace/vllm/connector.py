@@ -88,6 +88,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._owner: OwnerThread | None = None
         self._told: Told | None = None  # what the scheduler half was told last
         self._reports = Reports()
+        self._registered = False
         if self._settings is not None and role is KVConnectorRole.SCHEDULER:
             self._scheduling = Scheduling(self._settings, _block_size(kv_cache_config))
 
@@ -141,9 +142,19 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # The worker half.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Raises Refused for a cache that was not verified, or a source that does not fit it."""
+        """Raises Refused for a cache that was not verified, a source that does not fit it, or a
+        second engine in this process, which vLLM gives the connector of the first.
+        """
         if not self._produces and self._settings is None:
             return
+        if self._registered:
+            raise Refused(
+                "a vLLM engine of this process has headrace's connector already, and vLLM knows "
+                "one for each process; leave VLLM_ENABLE_V1_MULTIPROCESSING at 1, so that each "
+                "engine has a process of its own",
+                field="VLLM_ENABLE_V1_MULTIPROCESSING",
+            )
+        self._registered = True
         cache = VllmCache(self._vllm_config, self._kv_cache_config, kv_caches)
         if self._produces:
             HERE.cache = cache

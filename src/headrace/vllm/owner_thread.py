@@ -287,6 +287,7 @@ class OwnerThread:
                 self._failure = failure or HeadraceError("the connector was shut down")
                 self._inbox.clear()
                 self._fail_all()
+                self._changed.notify_all()  # also whoever waits for the start
 
 
 def _handle(source: SourceConfig, start_timeout_s: float) -> SourceHandle:

@@ -14,12 +14,16 @@ from headrace.errors import Refused
 from headrace.geometry import Emission
 from headrace.messages import AskedRoute
 from headrace.runtime.config import SourceConfig, names_of
-from headrace.runtime.pairs import interpreter_for
+from headrace.runtime.pairs import Spelling, interpreter_for
 from headrace.runtime.requests import ASKED_ROUTES, RequestOptions
 from headrace.runtime.supervisor import RestartPolicy
 
 ROUTE_PARAM: Final = "headrace_route"
 _WITH_A_MODEL: Final = ("torch", "cuda", "rngd", "vllm")
+_SPELLING: Final = Spelling(
+    lambda name: f"`{name.removeprefix('source_')}` of a source",
+    lambda name: f"`{name.removeprefix('source_')}`",
+)
 _SINGLE: Final = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -129,7 +133,8 @@ def with_model(
             options.setdefault("dtype", dtype)
         if source.source == "vllm":
             options.setdefault("prefill_chunk", prefill_chunk)
-    return replace(source, options=options, python=interpreter_for(source.source, source.python))
+    python = interpreter_for(source.source, source.python, spelling=_SPELLING)
+    return replace(source, options=options, python=python)
 
 
 def check_engine(vllm_config: Any) -> None:
