@@ -18,7 +18,7 @@ from typing import Final, Protocol
 import torch
 
 from headrace.backends.base import Caps, Done, Entry, Reservation, SlotView
-from headrace.engine.tensors import as_bytes, check_region, over_address
+from headrace.engine.tensors import as_bytes, check_region, dtype_of, over_address
 from headrace.errors import Closed, LocalProtocolError, WouldBlock
 from headrace.geometry import Layout, Manifest
 from headrace.plan import Copy, live_window
@@ -73,6 +73,7 @@ class PagedDecoder:
         self._manifest = cache.manifest()
         self._bound: dict[int, Binding] = {}
         self._held: dict[int, tuple[Binding, Reservation | Entry]] = {}  # by serial
+        self._written_to: set[int] = set()  # serials that something was imported into
         self._last_serial = 0
 
     def manifest(self) -> Manifest:
@@ -135,6 +136,7 @@ class PagedDecoder:
         """
         binding, cache = self._binding(reservation), self._open_cache()
         writes = [self._checked(binding, slot, list(same)) for same in _by_rectangle(copies)]
+        self._written_to.add(reservation.serial)
         for first, states in writes:
             cells = self._cells(binding, first.layer, first.start, first.stop)
             cache.write(first.layer, states, cells)
@@ -160,8 +162,15 @@ class PagedDecoder:
         return entry
 
     def free(self, held: Reservation | Entry) -> None:
-        """Nothing is written there any more."""
-        self._binding(held)
+        """Nothing is written there any more.
+
+        What was not published is overwritten with zeros: it may be anything, such as a digest's
+        pattern, which is no number, and an attention that masks a cell still multiplies with it.
+        """
+        binding = self._binding(held)
+        if isinstance(held, Reservation) and held.serial in self._written_to:
+            self._clear(binding)
+        self._written_to.discard(held.serial)
         del self._held[held.serial]
 
     def decode_step(self, active: Sequence[tuple[Entry, int]]) -> list[memoryview]:
@@ -222,6 +231,18 @@ class PagedDecoder:
                 f"blocks {wrong} of label {binding.label} are none that can be written"
             )
         return blocks
+
+    def _clear(self, binding: Binding) -> None:
+        for layer in self._manifest.layers:
+            lo, hi = live_window(layer, binding.num_tokens)
+            lo = max(lo, binding.start)
+            if lo < hi:
+                zeros = [
+                    torch.zeros(hi - lo, part.heads, part.head_dim, dtype=dtype_of(part))
+                    for part in layer.parts
+                ]
+                cells = self._cells(binding, layer.index, lo, hi)
+                self._open_cache().write(layer.index, zeros, cells)
 
     def _checked(
         self, binding: Binding, slot: SlotView, same: Sequence[Copy]

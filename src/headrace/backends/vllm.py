@@ -54,6 +54,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
 
 _OURS: Final = (
     *("model", "dtype", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size"),
+    *("hf_overrides", "hf_config_path", "quantization", "load_format", "revision"),
     *("enable_prefix_caching", "kv_transfer_config", "tensor_parallel_size"),
 )
 

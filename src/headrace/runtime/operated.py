@@ -48,6 +48,11 @@ class OperatedShell(Shell):
             },
         }
 
+    @property
+    def has_source(self) -> bool:
+        """Whether a source is in service, or one that died is about to be started again."""
+        return not self._machine.no_slot_left
+
     def snapshot(self) -> Snapshot:
         """Everything that is held now, lane by lane and slot by slot."""
         return self._machine.snapshot()

@@ -100,7 +100,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduling is None:
             return 0, False
         count = self._scheduling.matched(_prompt(request), num_computed_tokens)
-        return count, count > 0
+        return count, bool(count)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -238,15 +238,17 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """A producer's layers are told one by one."""
-        return True
+        """A producer's layers are told one by one; what is loaded is there before a forward."""
+        return ROLE in os.environ
 
     def get_kv_connector_stats(self) -> LoadStats | None:
         if self._scheduling is not None:
             local = self._scheduling.take_local()
             return LoadStats.of_local(local) if local else None
-        ended, self._reports = self._reports.ended, Reports()
-        return LoadStats.of(ended) if ended else None
+        reports, self._reports = self._reports, Reports()
+        if not (reports.ended or reports.causes):
+            return None
+        return LoadStats.of(reports.ended, reports.causes)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LoadStats | None:
@@ -286,7 +288,8 @@ def _block_size(kv_cache_config: KVCacheConfig) -> int:
 
 
 def _prompt(request: Request) -> Prompt:
-    plain = not request.mm_features and request.lora_request is None
+    embeds = getattr(request, "prompt_embeds", None)  # of some positions, beside all token ids
+    plain = not request.mm_features and request.lora_request is None and embeds is None
     params = request.kv_transfer_params
     return Prompt(request.request_id, request.prompt_token_ids, params, plain)
 

@@ -12,16 +12,17 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from headrace.backends.base import Decoder
 from headrace.backends.paged import Binding, PagedDecoder
 from headrace.errors import HeadraceError, LocalProtocolError
 from headrace.geometry import agree
+from headrace.protocol.commands import Cause
 from headrace.runtime.config import SourceConfig
 from headrace.runtime.owner import DecoderOwner
 from headrace.runtime.requests import Request
@@ -32,19 +33,24 @@ from headrace.vllm.settings import Settings
 _log = logging.getLogger("headrace.vllm")
 
 IDLE_TURN_S: Final = 60.0
-CLOSE_TIMEOUT_S: Final = 60.0
+CLOSE_TIMEOUT_S: Final = 4.0  # vLLM ends a worker 5 s after it asked it to
+REFUSED: Final = "refused"
+OWNER_ENDED: Final = "owner-ended"
+"""Causes of a load's failure beside those of a request, `protocol.commands.Cause`."""
 
 
 @dataclass(slots=True)
 class Reports:
     """What ended since reports were taken last.
 
-    loaded, failed: request ids. ended: the requests themselves, for what was measured.
+    loaded, failed: request ids. ended: the requests themselves, for what was measured. causes: of
+    those that failed, and how many of each.
     """
 
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     ended: list[Request] = field(default_factory=list)
+    causes: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
@@ -111,8 +117,8 @@ class OwnerThread:
         with self._changed:
             self._outstanding.update(load.request_id for load in orders.loads)
             for request_id in orders.dropped:
-                self._report(request_id, loaded=False)
-            given: list[Load | str] = [*orders.loads, *orders.aborted]
+                self._report(request_id, Cause.CANCELLED.value)
+            given: list[Load | str] = [*orders.aborted, *orders.loads]
             if self._failure is None:
                 self._inbox.extend(given)
             else:  # the thread is over, and nothing writes
@@ -174,6 +180,7 @@ class OwnerThread:
             while not self._closing:
                 owner.turn(IDLE_TURN_S if not self._inbox else 0.0)
                 self._settle(owner)
+                self._tell(owner.has_source)
         except BaseException as exc:
             failure = exc
             if self._ready:
@@ -249,13 +256,23 @@ class OwnerThread:
                 continue
             del self._running[label]
             self._paged.unbind(label)
-            if request is not None:
-                self._told_ended(running.load, request)
+            cause = REFUSED if request is None else request.cause
             with self._changed:
                 if request is not None:
                     self._reports.ended.append(request)
-                loaded = request is not None and request.outcome == "finished"
-                self._report(running.load.request_id, loaded=loaded)
+                self._report(running.load.request_id, cause)
+            if request is not None:
+                self._keep(running.load, request)
+
+    def _keep(self, load: Load, request: Request) -> None:
+        try:
+            self._told_ended(load, request)
+        except Exception:  # no load may depend on what is kept of another
+            _log.exception("what %s came to is not kept", load.request_id)
+
+    def _tell(self, in_service: bool) -> None:
+        if self._told is not None and self._told.in_service != in_service:
+            self._told = replace(self._told, in_service=in_service)
 
     def _answer_for(self, owner: DecoderOwner) -> None:
         """Storage is apart after an import that raised: it is quiet, since imports are over when
@@ -265,14 +282,19 @@ class OwnerThread:
             if apart.lane:
                 owner.reinstate(attempt)
 
-    def _report(self, request_id: str, *, loaded: bool) -> None:
-        (self._reports.loaded if loaded else self._reports.failed).add(request_id)
+    def _report(self, request_id: str, cause: str) -> None:
+        """A load is over; the cause is empty if its blocks hold the prompt."""
+        if cause:
+            self._reports.failed.add(request_id)
+            self._reports.causes[cause] += 1
+        else:
+            self._reports.loaded.add(request_id)
         self._outstanding.discard(request_id)
         self._changed.notify_all()
 
     def _fail_all(self) -> None:
         for request_id in list(self._outstanding):
-            self._report(request_id, loaded=False)
+            self._report(request_id, OWNER_ENDED)
 
     def _end(self, owner: DecoderOwner | None, failure: BaseException | None) -> None:
         """The thread ends, and with it whoever could write a block: fail what is left."""

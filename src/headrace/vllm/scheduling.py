@@ -84,6 +84,7 @@ class Scheduling:
     def __init__(self, settings: Settings, block_size: int) -> None:
         self._settings = settings
         self._block_size = block_size
+        self._most_loads = sum(source.num_slots for source in settings.sources)
         self._told: Told | None = None
         self._pending: dict[str, Load] = {}
         self._begun: set[str] = set()
@@ -93,6 +94,7 @@ class Scheduling:
         self._over: set[str] = set()  # loaded once, and the request lives
         self._local = Counter[str]()
         self._counted: set[str] = set()  # requests in it; vLLM may ask for one many times
+        self._computed: dict[str, int] = {}  # what vLLM had of a prompt when it asked last
 
     @property
     def loading(self) -> int:
@@ -103,14 +105,22 @@ class Scheduling:
         """The worker's word for its sources."""
         self._told = told
 
-    def matched(self, prompt: Prompt, num_computed: int) -> int:
-        """How many positions after `num_computed` will be loaded. Changes nothing but counts."""
+    def matched(self, prompt: Prompt, num_computed: int) -> int | None:
+        """How many positions after `num_computed` will be loaded; None: ask again.
+
+        Nothing is begun by it. vLLM waits where the worker half has not told of its sources yet,
+        and where as many prompts are being loaded as the sources have slots for: each further one
+        would hold blocks and only wait.
+        """
         route, reason = self._decide(prompt, num_computed)
         if route is None:
             if reason and prompt.request_id not in self._counted:
                 self._counted.add(prompt.request_id)
                 self._local[reason] += 1
             return 0
+        if self._told is None or self.loading >= self._most_loads:
+            return None
+        self._computed[prompt.request_id] = num_computed
         return self._end(prompt) - num_computed
 
     def allocated(
@@ -119,12 +129,12 @@ class Scheduling:
         """vLLM reserved a prompt's blocks, with `num_external` positions to be loaded into them."""
         if num_external <= 0 or prompt.tokens is None:
             return
-        end = self._end(prompt)
+        start = self._computed.pop(prompt.request_id)
         route = route_of(prompt.params, self._settings) or self._settings.route
         self._pending[prompt.request_id] = Load(
             prompt.request_id,
-            tuple(prompt.tokens[:end]),
-            end - num_external,
+            tuple(prompt.tokens[: start + num_external]),
+            start,
             tuple(tuple(ids) for ids in block_ids),
             route,
         )
@@ -139,6 +149,8 @@ class Scheduling:
     def reported(self, request_ids: Iterable[str]) -> None:
         """The worker reported these loads; their blocks are vLLM's again."""
         for request_id in request_ids:
+            if request_id in self._aborted:  # vLLM ended the request for its failed load
+                self._aborted.remove(request_id)
             if request_id in self._begun:
                 self._begun.discard(request_id)
                 if request_id not in self._left:
@@ -157,6 +169,7 @@ class Scheduling:
             self._aborted.append(request_id)
         self._over.discard(request_id)
         self._counted.discard(request_id)
+        self._computed.pop(request_id, None)
 
     def take_local(self) -> dict[str, int]:
         """Counts of prompts that were left to vLLM, by the reason, since this was called last."""

@@ -61,7 +61,7 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     emission: Emission = "layers"
     digest: bool = False
     poison: bool = False
-    deadline_s: Annotated[float, Meta(gt=0)] | None = None
+    deadline_s: Annotated[float, Meta(gt=0)] | None = 600.0
     on_failure: Literal["fail", "retry"] = "fail"
     max_attempts: Annotated[int, Meta(ge=1)] = 3
     restart: bool = True
@@ -158,8 +158,29 @@ def check_engine(vllm_config: Any) -> None:
             "without speculative decoding",
             field="speculative_config",
         )
-    if getattr(vllm_config.model_config, "is_encoder_decoder", False):
+    model = vllm_config.model_config
+    if getattr(model, "is_encoder_decoder", False):
         raise Refused("an encoder-decoder model is not supported", field="model")
+    if getattr(model, "enable_sleep_mode", False):
+        raise Refused(
+            "vLLM runs with enable_sleep_mode, which unmaps blocks that a load may be written to; "
+            "run it without",
+            field="enable_sleep_mode",
+        )
+    own = getattr(model.hf_config, "quantization_config", None)
+    overrides = {
+        "hf_overrides": model.hf_overrides,
+        "hf_config_path": model.hf_config_path,
+        "quantization": model.quantization if own is None else None,
+        "load_format": vllm_config.load_config.load_format == "dummy",
+    }
+    for name, given in overrides.items():
+        if given:
+            raise Refused(
+                f"vLLM runs with {name}, so that it computes with another model than the sources "
+                "load from its directory; run it without, or change the directory's files",
+                field=name,
+            )
 
 
 def route_of(params: Mapping[str, Any] | None, settings: Settings) -> AskedRoute | None:
@@ -168,7 +189,9 @@ def route_of(params: Mapping[str, Any] | None, settings: Settings) -> AskedRoute
     Raises:
         Refused: its parameters make no sense.
     """
-    asked = params or {}
+    asked = {} if params is None else params
+    if not isinstance(asked, Mapping):
+        raise Refused(f"kv_transfer_params is {asked!r}; it is an object")
     remote = asked.get("do_remote_prefill", settings.load == "always")
     if not isinstance(remote, bool):
         raise Refused(f"do_remote_prefill is {remote!r}; it is true or false")

@@ -42,14 +42,13 @@ class LoadStats(KVConnectorStats):  # type: ignore[misc]
             self.reset()
 
     @classmethod
-    def of(cls, ended: Iterable[Request]) -> LoadStats:
-        """What requests that ended came to."""
+    def of(cls, ended: Iterable[Request], causes: Mapping[str, int]) -> LoadStats:
+        """What loads that ended came to, and why those failed that did."""
         stats = cls()
+        stats.data["failed"] = dict(causes)
         for request in ended:
             measured = request.measured
             if request.outcome != "finished" or measured is None:
-                failed = stats.data["failed"]
-                failed[request.cause] = failed.get(request.cause, 0) + 1
                 continue
             took_ns = measured.published_ns - measured.submitted_ns
             stats.data["xfer_time"].append(took_ns / 1e9)
@@ -121,7 +120,9 @@ class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             ),
         }
         self._counters = {
-            "failed": self._counter("num_failed_loads", "Loads that failed, by cause.", "cause"),
+            "failed": self._counter(
+                "num_failed_loads", "Loads that failed or were cancelled, by cause.", "cause"
+            ),
             "local": self._counter(
                 "num_local_prefills", "Prompts that were left to vLLM, by reason.", "reason"
             ),

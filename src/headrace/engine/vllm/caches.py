@@ -54,7 +54,9 @@ class VllmCache:
     def __init__(
         self, vllm_config: Any, kv_cache_config: Any, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        self.model_directory = model_directory(vllm_config.model_config.model)
+        self.model_directory = model_directory(
+            vllm_config.model_config.model, vllm_config.model_config.revision
+        )
         self.dtype = _DTYPE_NAMES.get(vllm_config.model_config.dtype, "")
         self.num_blocks = int(kv_cache_config.num_blocks)
         modules = vllm_config.compilation_config.static_forward_context
@@ -151,7 +153,7 @@ def layer_number(name: str) -> int:
     return int(numbers[0])
 
 
-def model_directory(name: str) -> Path:
+def model_directory(name: str, revision: str | None = None) -> Path:
     """The directory of a model that vLLM was told by a path or by its hub name.
 
     Raises:
@@ -163,7 +165,7 @@ def model_directory(name: str) -> Path:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, local_files_only=True))
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError) as exc:
         raise Refused(
             f"the model {name!r} is no directory and not in the hub's cache here, so its "
