@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,8 +21,9 @@ from typing import Final
 
 from headrace.backends.base import Decoder
 from headrace.backends.paged import Binding, PagedDecoder
-from headrace.errors import HeadraceError, LocalProtocolError
+from headrace.errors import DeviceError, HeadraceError, LocalProtocolError
 from headrace.geometry import agree
+from headrace.ids import AttemptId
 from headrace.protocol.commands import Cause
 from headrace.runtime.config import SourceConfig
 from headrace.runtime.owner import DecoderOwner
@@ -33,6 +35,7 @@ from headrace.vllm.settings import Settings
 _log = logging.getLogger("headrace.vllm")
 
 IDLE_TURN_S: Final = 60.0
+ASK_AGAIN_S: Final = 0.1  # of blocks that a device did not clear
 CLOSE_TIMEOUT_S: Final = 4.0  # vLLM ends a worker 5 s after it asked it to
 REFUSED: Final = "refused"
 OWNER_ENDED: Final = "owner-ended"
@@ -91,6 +94,7 @@ class OwnerThread:
         self._ready = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._running: dict[int, _Running] = {}  # of the thread alone, by label
+        self._late: set[AttemptId] = set()  # whose blocks a device did not clear
         self._last_label = 0
         self._thread = threading.Thread(target=self._run, name="headrace-owner", daemon=True)
 
@@ -178,7 +182,7 @@ class OwnerThread:
                 self._ready = True
                 self._changed.notify_all()
             while not self._closing:
-                owner.turn(IDLE_TURN_S if not self._inbox else 0.0)
+                owner.turn(self._turn_s())
                 self._settle(owner)
                 self._tell(owner.has_source)
         except BaseException as exc:
@@ -277,10 +281,29 @@ class OwnerThread:
     def _answer_for(self, owner: DecoderOwner) -> None:
         """Storage is apart after an import that raised: it is quiet, since imports are over when
         they return, and this is the thread that they ran in.
+
+        A device that cannot clear it either is asked again, for as long as a drain may take; after
+        that this thread ends, with all loads.
         """
         for attempt, apart in owner.quarantined().items():
-            if apart.lane:
+            if not apart.lane:
+                continue
+            try:
                 owner.reinstate(attempt)
+            except DeviceError as exc:
+                waited_s = (time.monotonic_ns() - apart.since_ns) / 1e9
+                if waited_s > self._settings.drain_timeout_s:
+                    raise
+                if attempt not in self._late:
+                    self._late.add(attempt)
+                    _log.warning("blocks of attempt %s are not given back yet: %s", attempt, exc)
+
+    def _turn_s(self) -> float:
+        """How long a turn may wait."""
+        if self._inbox:
+            return 0.0
+        ended = any(each.request and each.request.drained for each in self._running.values())
+        return ASK_AGAIN_S if ended else IDLE_TURN_S
 
     def _report(self, request_id: str, cause: str) -> None:
         """A load is over; the cause is empty if its blocks hold the prompt."""

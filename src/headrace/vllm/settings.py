@@ -69,7 +69,7 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     drain_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
     start_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     trace_dir: str | None = None
-    idle_wait_ms: Annotated[float, Meta(ge=0, le=1000)] = 5.0
+    idle_wait_ms: Annotated[float, Meta(ge=0, le=1000)] = 20.0
 
     def options(self, route: AskedRoute) -> RequestOptions:
         """Of one prompt: it is published, and vLLM decodes it."""
