@@ -30,6 +30,7 @@ class Asked:
     kv_transfer_params: dict[str, Any] | None = None
     mm_features: list[Any] = field(default_factory=list)
     lora_request: Any = None
+    prompt_embeds: Any = None
     status: str = "waiting"
     num_computed_tokens: int = 0
     block_ids: tuple[list[int], ...] = ()

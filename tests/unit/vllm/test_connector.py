@@ -85,16 +85,17 @@ def test_what_is_left_to_vllm(newest: Any, tmp_path: Path) -> None:
             Asked("refused", PROMPT, {"do_remote_prefill": False}),
             Asked("image", PROMPT, do, mm_features=["image"]),
             Asked("lora", PROMPT, do, lora_request="lora"),
+            Asked("embeds", PROMPT, do, prompt_embeds="of some positions, beside all ids"),
             Asked("short", PROMPT[:BLOCK], do),
             Asked("mistaken", PROMPT, {**do, "headrace_route": "swift"}),
         ):
             engine.add(asked)
         engine.step()
-        assert list(engine.computed.values()) == [0] * 6
+        assert list(engine.computed.values()) == [0] * 7
         assert engine.requests == {}
         assert engine.reports == {}
         (stats,) = engine.stats
-        assert stats.data["local"] == {"not-text": 2, "short": 1, "mistaken": 1}
+        assert stats.data["local"] == {"not-text": 3, "short": 1, "mistaken": 1}
 
 
 def test_an_abort_before_the_worker_heard(newest: Any, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,6 +117,34 @@ def test_loads_are_reported_once_and_their_blocks_filled() -> None:
         stand.until(4)
         assert stand.loaded[-1] == "d"
         assert not stand.failed
+
+
+def test_each_failure_has_a_cause() -> None:
+    with started(settings_of()) as stand:
+        stand.thread.carry_out(
+            Orders(loads=(load("too-few-blocks", [3]),), dropped=("left-early",))
+        )
+        causes = Counter[str]()
+        while sum(causes.values()) < 2:
+            causes += stand.take(PATIENCE_S).causes
+        assert causes == {"refused": 1, "cancelled": 1}
+        stand.thread.close()
+        stand.thread.carry_out(Orders(loads=(load("late", [3, 4]),)))
+        assert stand.take().causes == {"owner-ended": 1}
+
+
+def test_what_cannot_be_kept_of_a_load_hinders_no_load(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tell(*given: Any) -> None:
+        raise RuntimeError("the disk is full")
+
+    monkeypatch.setattr(Stand, "_tell", tell)
+    with started(settings_of()) as stand:
+        stand.thread.carry_out(Orders(loads=(load("a", [3, 5]), load("b", [1, 2]))))
+        stand.until(2)
+        assert sorted(stand.loaded) == ["a", "b"]
+    assert "the disk is full" in caplog.text
 
 
 def test_what_it_tells_of_its_sources() -> None:
