@@ -5,7 +5,7 @@ MODEL ?= smollm2-135m
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check full-matrix clean
+.PHONY: demo test check full-matrix test-vllm clean
 
 demo: $(VENV)/.cpu
 	$(BIN)/headrace models pull $(MODEL)
@@ -28,6 +28,14 @@ check: $(VENV)/.test
 # hour on two cores.
 full-matrix: $(VENV)/.test
 	$(BIN)/python -m pytest -m full_matrix --timeout 7200
+
+# What needs vLLM itself: pairs and faults, about a quarter of an hour on two cores. It runs in the
+# environment that `headrace vllm-env --for-tests` made, or that HEADRACE_VLLM_PYTHON names, and its
+# torch sources run with this folder's Python, or with HEADRACE_TORCH_PYTHON. One file of it:
+# make test-vllm TESTS=tests/vllm/test_pairs.py
+TESTS ?= tests/vllm
+test-vllm: $(VENV)/.test
+	$(BIN)/python -m tests.vllm.run $(TESTS)
 
 $(VENV)/.cpu: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -140,7 +140,7 @@ def test_more_memory_than_there_is() -> None:
 @pytest.mark.parametrize(
     ("engine", "field", "text"),
     [
-        ("nowhere", "source", "unknown source 'nowhere'; known are torch, cuda, rngd, vllm, replay"),
+        ("nowhere", "source", "'nowhere'; known are torch, cuda, rngd, vllm, replay"),
         ("tests.nothing:open", "source", "cannot import it: No module named 'tests.nothing'"),
         ("tests.unit.runtime.engines:missing", "source", "has no factory 'missing'"),
         ("tests.unit.runtime.engines:open_raising", "engine", "OSError: no such device"),
