@@ -18,6 +18,7 @@ from headrace.cli.bench.rngd import rngd_command
 from headrace.cli.bench.scale import scale_command
 from headrace.cli.bench.serve import serve_command
 from headrace.cli.bench.ttft import ttft_command
+from headrace.cli.bench.vllm import vllm_command
 
 bench_app = App(name="bench", help="Measure the hand-off; rows go to --out as JSON lines.")
 bench_app.command(curve_command, name="curve")
@@ -34,3 +35,4 @@ bench_app.command(batch_command, name="batch")
 bench_app.command(prefix_command, name="prefix")
 bench_app.command(rngd_command, name="rngd")
 bench_app.command(serve_command, name="serve")
+bench_app.command(vllm_command, name="vllm")
