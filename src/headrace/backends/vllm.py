@@ -202,7 +202,8 @@ class VllmEngine:
         self._count += 1
         name = f"headrace-{self._count}"
         once = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-        name = self._engine.add_request(name, TokensPrompt(prompt_token_ids=tokens), once) or name
+        # What it returns is vLLM's own name for it, which an abort does not know.
+        self._engine.add_request(name, TokensPrompt(prompt_token_ids=tokens), once)
         while True:
             outputs = self._engine.step()
             if HERE.failure is not None:

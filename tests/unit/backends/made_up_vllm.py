@@ -71,14 +71,13 @@ class Engine:
     def add_request(self, name: str, prompt: Any, params: Any) -> str | None:
         assert not self._tokens, "one at a time"
         assert (params.max_tokens, params.temperature) == (1, 0.0)
-        name = f"{name}-0" if self.renames else name
         self._tokens[name] = prompt["prompt_token_ids"]
         count = len(self._tokens[name])
         generator = torch.Generator().manual_seed(sum(self._tokens[name]))
         layers = len(self.cache.manifest().layers)
         self.states = torch.randn(layers, 2, count, 2, 4, generator=generator)
         self._at = 0
-        return name if self.renames else None
+        return f"{name}-0a1b" if self.renames else None
 
     def step(self) -> list[Any]:
         if self.lingers and self.aborted:
@@ -102,9 +101,10 @@ class Engine:
         return bool(self._tokens)
 
     def abort_request(self, names: list[str]) -> None:
+        """By the names that were given: others are ignored, as vLLM ignores its own."""
         self.aborted += names
         for name in names if not self.lingers else ():
-            del self._tokens[name]
+            self._tokens.pop(name, None)
 
     def _end(self) -> None:
         self.ended = True

@@ -211,11 +211,11 @@ def test_a_prompt_is_computed_by_chunks_and_taken(
     assert made_up.aborted == ["headrace-1", "headrace-2"]
 
 
-def test_vllms_own_name_for_a_request_is_the_one_that_is_dropped(made_up: Engine) -> None:
+def test_a_request_is_dropped_by_the_name_that_it_was_given(made_up: Engine) -> None:
     made_up.renames = True
     engine = opened()
     engine.prefill_stream(PROMPT, sink_of(engine))
-    assert made_up.aborted == ["headrace-1-0"]
+    assert made_up.aborted == ["headrace-1"]
 
 
 def test_what_lingers_is_stepped_away(made_up: Engine) -> None:
