@@ -83,6 +83,7 @@ def proxy(
     check_count("--max-body-bytes", max_body_bytes, least=1024, limit=1 << 30)
     check_seconds("--first-byte-timeout", first_byte_timeout)
     check_seconds("--drain-timeout", drain_timeout)
+    _check_installed()
     http = HttpConfig(
         host=host,
         port=port,
@@ -105,13 +106,16 @@ def proxy(
     )
 
 
-def _serve(http: HttpConfig, **more: Any) -> int:
+def _check_installed() -> None:
     for name in NEEDED:
         if find_spec(name) is None:
             raise Refused(
                 f"headrace proxy needs {name}, which is not installed; "
                 "run: pip install 'headrace[proxy]'"
             )
+
+
+def _serve(http: HttpConfig, **more: Any) -> int:
     from headrace.proxy import serving
 
     try:

@@ -40,8 +40,9 @@ _TEMPORARY = "temporary"
 _ELSEWHERE = (
     *("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE"),
     *("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PIP_REQUIREMENT", "PIP_EDITABLE"),
+    *("PIP_PYTHON", "PIP_DRY_RUN", "PIP_NO_DEPS"),
 )
-"""Variables that would have pip take from, or install to, another place."""
+"""Variables that would have pip take from, or install to, another place, or install less."""
 
 _REQUIRED = """
 import re, sys

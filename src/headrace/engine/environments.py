@@ -134,6 +134,7 @@ VLLM: Final = Recipe(
     machines=("x86_64",),
     glibc=(2, 28),
     instructions=("avx2",),
+    flag="--source-python",
 )
 
 VLLM_FOR_TESTS: Final = replace(VLLM, extra=("pytest>=8", "pytest-timeout>=2.3"))

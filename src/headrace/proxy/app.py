@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -32,7 +34,12 @@ def build(relays: Relays, pool: Pool, metrics: Metrics, told: Events, config: Pr
         Route("/detokenize", relays.endpoint("detokenize"), methods=["POST"]),
     ]
     router = Router(routes, redirect_slashes=False)
-    return Named(Front(router, told, config.http, keys=config.keys))
+    # `headrace serve` has no such path: what a front refuses there, it tells as `other`.
+    detokenized = Events()
+    detokenized.listen(partial(metrics.take, endpoint="detokenize"))
+    front = Front(router, told, config.http, keys=config.keys)
+    own = {"/detokenize": Front(router, detokenized, config.http, keys=config.keys)}
+    return Named(front, own)
 
 
 class Standing:
@@ -59,13 +66,18 @@ class Standing:
 
 
 class Named:
-    """Gives a request without an id one such as vLLM gives, since it is vLLM's name for it too."""
+    """Gives a request without an id one such as vLLM gives, since it is vLLM's name for it too.
 
-    def __init__(self, app: App) -> None:
+    own: applications of single paths.
+    """
+
+    def __init__(self, app: App, own: Mapping[str, App]) -> None:
         self._app = app
+        self._own = own
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not header(scope["headers"], b"x-request-id"):
             own = (b"x-request-id", uuid.uuid4().hex.encode())
-            scope = {**scope, "headers": [*scope["headers"], own]}
-        await self._app(scope, receive, send)
+            named = [each for each in scope["headers"] if each[0] != own[0]]  # one that is empty
+            scope = {**scope, "headers": [*named, own]}
+        await self._own.get(scope.get("path", ""), self._app)(scope, receive, send)

@@ -1,8 +1,9 @@
-"""Where a request is prefilled, and its body as the decoder gets it.
+"""Where a request is asked to be prefilled, and its body as the decoder gets it.
 
 vLLM's word for it is `kv_transfer_params`: if `do_remote_prefill` is true, the decoder's connector
 has a source compute the prompt's cache, and if false, vLLM computes it, also where the connector
-would do otherwise without a word. A client's own word stands.
+would do otherwise without a word. A client's own word stands. What becomes of the wish is not seen
+here: a connector may leave a prompt to vLLM, and a decoder may run none.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ BYTES_PER_TOKEN: Final = 4
 _PARAMS: Final = "kv_transfer_params"
 
 Where: TypeAlias = Literal["remote", "local", "client"]
-"""Prefilled by a source, by vLLM, or as the client's own kv_transfer_params say."""
+"""To be prefilled by a source, by vLLM, or as the client's own kv_transfer_params say."""
+
+Prompt: TypeAlias = Literal["prompt", "messages"]
+PROMPTS: Final[dict[str, Prompt]] = {"completions": "prompt", "chat": "messages"}
+"""The field that has the prompt, by endpoint."""
 
 
 class Asked(NamedTuple):
-    """A body for the decoder, and where its prompt is prefilled."""
+    """A body for the decoder, and where it asks its prompt to be prefilled."""
 
     body: bytes
     where: Where
@@ -50,7 +55,7 @@ def fields_of(raw: bytes) -> dict[str, msgspec.Raw]:
     raise Ending(Terminal.INVALID, text)
 
 
-def asked_of(raw: bytes, headers: Headers, config: ProxyConfig) -> Asked:
+def asked_of(raw: bytes, headers: Headers, config: ProxyConfig, prompt: Prompt) -> Asked:
     """A completion's body with its place of prefill put in; the other fields stay as written.
 
     Raises:
@@ -59,7 +64,7 @@ def asked_of(raw: bytes, headers: Headers, config: ProxyConfig) -> Asked:
     told = fields_of(raw)
     if bytes(told.get(_PARAMS, b"null")) != b"null":
         return Asked(raw, "client")
-    remote = _is_remote(told, headers, config)
+    remote = _is_remote(told, headers, config, prompt)
     params: dict[str, Any] = {"do_remote_prefill": remote}
     if remote:
         params["do_remote_decode"] = False
@@ -69,26 +74,30 @@ def asked_of(raw: bytes, headers: Headers, config: ProxyConfig) -> Asked:
     return Asked(msgspec.json.encode(told), "remote" if remote else "local")
 
 
-def _is_remote(told: dict[str, msgspec.Raw], headers: Headers, config: ProxyConfig) -> bool:
+def _is_remote(
+    told: dict[str, msgspec.Raw], headers: Headers, config: ProxyConfig, prompt: Prompt
+) -> bool:
     match config.prefill:
         case "local":
             return False
         case "by-header" if not header(headers, PREFILLER_HEADER):
             return False
-    return not config.min_tokens or prompt_tokens(told) >= config.min_tokens
+    return not config.min_tokens or prompt_tokens(told, prompt) >= config.min_tokens
 
 
-def prompt_tokens(told: dict[str, msgspec.Raw]) -> int:
+def prompt_tokens(told: dict[str, msgspec.Raw], name: Prompt) -> int:
     """About how many tokens the longest prompt of a body has: ids are counted, text estimated.
 
     Raises:
-        Ending: it is nested too deep.
+        Ending: it is nested too deep, or has a number that is too large.
     """
-    name = "messages" if "messages" in told else "prompt"
     try:
         prompt = msgspec.json.decode(told.get(name, msgspec.Raw(b"null")))
     except RecursionError:  # it was read in a shallower call before
         text = f"field `{name}` is nested too deep"
+        raise Ending(Terminal.INVALID, text, field=name) from None
+    except msgspec.DecodeError as exc:  # numbers are looked at only now
+        text = f"field `{name}` is no JSON that can be read: {exc}"
         raise Ending(Terminal.INVALID, text, field=name) from None
     if name == "messages":
         return _nbytes_of(prompt) // BYTES_PER_TOKEN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ KEEP_ALIVE_S: Final = 30.0
 """Longer than clients keep an idle connection: who closes first does not meet a request."""
 
 MAX_DECODERS: Final = 256
+_PORTS: Final = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,24 +52,43 @@ def address_of(given: str) -> str:
     Raises:
         Refused: it is none.
     """
-    try:
-        parts = urlsplit(given)
-        port = parts.port
-        host = (parts.hostname or "").encode("idna")  # what no resolver would take is none
-        whole = parts.scheme in ("http", "https") and bool(host) and port != 0
-    except ValueError:
-        whole = False
-    if not whole or "@" in parts.netloc or not given.isascii() or not given.isprintable():
+    address = _address_of(given)
+    if address is None:
         raise Refused(
             f"--decoder is {given!r}; give the address of a vllm serve: http://HOST:PORT",
             field="decoder",
         )
+    parts = urlsplit(given)
     if parts.path.strip("/") or parts.query or parts.fragment:
         raise Refused(
             f"--decoder is {given!r}; give {parts.scheme}://{parts.netloc} without a path",
             field="decoder",
         )
-    return f"{parts.scheme}://{parts.netloc.lower()}"
+    return address
+
+
+def _address_of(given: str) -> str | None:
+    """The part of a URL that names a decoder, if two readers of URLs agree that it does."""
+    import httpx  # an extra, which the command looks for first
+
+    try:
+        parts, url = urlsplit(given), httpx.URL(given)
+        host, port = url.raw_host.decode(), parts.port
+        host.encode("idna")  # what no resolver would take is none
+        same = host == parts.hostname and url.host != ""
+        if ":" in host:
+            host = ip_address(host).compressed
+    except (ValueError, httpx.InvalidURL):
+        return None
+    if not given.isascii() or not given.isprintable() or "@" in parts.netloc:
+        return None
+    if not same or not HOST.fullmatch(host) or ("%" in host and ":" not in host):
+        return None
+    if parts.scheme not in _PORTS or port == 0:
+        return None
+    where = f"[{host}]" if ":" in host else host
+    own = port is None or port == _PORTS[parts.scheme]
+    return f"{parts.scheme}://{where}" + ("" if own else f":{port}")
 
 
 def addresses_of(given: Sequence[str]) -> tuple[str, ...]:

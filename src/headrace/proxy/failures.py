@@ -44,9 +44,9 @@ class Failure(Exception):
         headers: Headers = [(b"retry-after", str(AGAIN_S).encode())] if self.again else []
         await send_json(send, self.status, json_of(self.body()), headers)
 
-    async def send_event(self, send: Send) -> None:
-        """As the last event of a stream; no `[DONE]` follows."""
-        event = event_of(self.body())
+    async def send_event(self, send: Send, *, within: bool) -> None:
+        """As the last event of a stream; no `[DONE]` follows. within: another one is not ended."""
+        event = (b"\n\n" if within else b"") + event_of(self.body())
         await send({"type": "http.response.body", "body": event, "more_body": False})
 
 
@@ -64,6 +64,12 @@ def too_many(most: int) -> Failure:
 def died(address: str) -> Failure:
     """The connection to a decoder broke."""
     return Failure(502, "decoder-died", f"the decoder {address} ended before its answer did")
+
+
+def answered(address: str, status: int) -> Failure:
+    """What a decoder sent cannot be passed on."""
+    text = f"the decoder {address} answered with status {status}, which HTTP does not have"
+    return Failure(502, "decoder-died", text)
 
 
 def late(address: str, timeout_s: float) -> Failure:

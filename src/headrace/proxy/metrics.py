@@ -46,8 +46,8 @@ class Metrics:
         )
         self.prefills = self._counter(
             "prefills",
-            "Completions by where they are prefilled: remote (a source), local (vLLM), or as the "
-            "client's own kv_transfer_params say.",
+            "Completions by where they are asked to be prefilled: remote (a source), local (vLLM), "
+            "or as the client's own kv_transfer_params say.",
             "where",
         )
         self.failures = self._counter(
@@ -82,10 +82,13 @@ class Metrics:
         """Count a request."""
         self.requests.labels(endpoint, decoder, str(status)).inc()
 
-    def take(self, event: events.Event) -> None:
-        """Count what was refused before it could be passed on; a listener of `Events`."""
+    def take(self, event: events.Event, endpoint: str = "") -> None:
+        """Count what was refused before it could be passed on; a listener of `Events`.
+
+        endpoint: its name here; "": as the event says.
+        """
         if isinstance(event, events.Rejected):
-            self.ended(event.endpoint, NOBODY, event.status)
+            self.ended(endpoint or event.endpoint, NOBODY, event.status)
             if event.status == 499:
                 self.disconnects.inc()
 

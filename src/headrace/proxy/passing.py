@@ -55,17 +55,21 @@ class WholeEvents:
     """Passes a stream of events on as it comes, but never a part of an event.
 
     A decoder may die in the midst of one; what says so would else be read as its end.
+    cut: of one above MAX_HELD a part was passed on all the same.
     """
 
     def __init__(self) -> None:
+        self.cut = False
         self._held = b""
 
     def push(self, piece: bytes) -> bytes:
         """The bytes up to the last event's end so far."""
         held = self._held + piece
         end = max((held.rfind(mark) + len(mark) for mark in _ENDS if mark in held), default=0)
+        if end:
+            self.cut = False
         if len(held) - end > MAX_HELD:
-            end = len(held)
+            end, self.cut = len(held), True
         self._held = held[end:]
         return held[:end]
 

@@ -10,6 +10,8 @@ from typing import Final
 
 import httpx
 
+from headrace.proxy.upstream import request_to
+
 EVERY_S: Final = 1.0
 ANSWERS_WITHIN_S: Final = 5.0
 """A decoder that is busy answers late; one that is stopped does not."""
@@ -43,9 +45,9 @@ class Decoder:
 class Pool:
     """All decoders, each in one of two states: up, or left out until it answers."""
 
-    def __init__(self, addresses: Sequence[str], client: httpx.AsyncClient) -> None:
+    def __init__(self, addresses: Sequence[str], transport: httpx.AsyncBaseTransport) -> None:
         self.decoders = tuple(Decoder(address) for address in addresses)
-        self._client = client
+        self._transport = transport
         self._next = 0
 
     @property
@@ -74,10 +76,12 @@ class Pool:
         """Ask it how it is."""
         try:
             async with asyncio.timeout(ANSWERS_WITHIN_S):
-                reply = await self._client.get(f"{decoder.address}/health")
+                request = request_to(decoder.address, "/health")
+                reply = await self._transport.handle_async_request(request)
+                await reply.aclose()
         except TimeoutError:
             self.went_down(decoder, f"/health is not answered within {ANSWERS_WITHIN_S:g} s")
-        except httpx.HTTPError as exc:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as exc:  # it ends no other's watch
             self.went_down(decoder, reason_of(exc))
         else:
             if not reply.is_success:
@@ -103,6 +107,6 @@ class Pool:
             await self.look(decoder)
 
 
-def reason_of(exc: httpx.HTTPError) -> str:
+def reason_of(exc: Exception) -> str:
     """Why a decoder was not reached, in words; httpx has some errors without any."""
     return str(exc) or type(exc).__name__

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, ExitStack, aclosing
 from typing import Final, Literal, TypeAlias, cast
 
 import httpx
 
 from headrace.proxy import failures
-from headrace.proxy.asking import asked_of, fields_of
+from headrace.proxy.asking import PROMPTS, asked_of, fields_of
 from headrace.proxy.config import ProxyConfig
 from headrace.proxy.failures import LEFT, Failure
 from headrace.proxy.metrics import NOBODY, Metrics
 from headrace.proxy.passing import WholeEvents, answer_headers, request_headers
 from headrace.proxy.pool import Decoder, Pool, reason_of
+from headrace.proxy.upstream import Body, request_to
 from headrace.server.budget import Budget
 from headrace.server.http import Receive, Scope, Send, read_body, until_left
 
@@ -31,33 +32,26 @@ _log = logging.getLogger("headrace.proxy")
 
 Endpoint: TypeAlias = Literal["completions", "chat", "models", "tokenize", "detokenize"]
 
-CONNECT_WITHIN_S: Final = 5.0
-MAX_TRIES: Final = 2
 BODIES_NBYTES: Final = 256 << 20
-"""Of bodies that are being read, of all requests together."""
+"""Of bodies that are being read or not sent yet, of all requests together."""
 
-
-def client_of_decoders(transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
-    """What decoders are asked with. Decoders are named by their address: no proxy of the
-    environment is between, and no redirect is followed.
-    """
-    return httpx.AsyncClient(
-        transport=transport,
-        timeout=httpx.Timeout(None, connect=CONNECT_WITHIN_S),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-        trust_env=False,
-    )
+STATUSES: Final = range(200, 600)
+"""Of a whole answer; no other could be passed on."""
 
 
 class Relays:
     """All requests that are passed on."""
 
     def __init__(
-        self, config: ProxyConfig, pool: Pool, client: httpx.AsyncClient, metrics: Metrics
+        self,
+        config: ProxyConfig,
+        pool: Pool,
+        decoders: httpx.AsyncBaseTransport,
+        metrics: Metrics,
     ) -> None:
         self.config = config
         self.pool = pool
-        self.client = client
+        self.decoders = decoders
         self.metrics = metrics
         self.num_open = 0
         self._budget = Budget(max(BODIES_NBYTES, 2 * config.http.max_body_bytes))
@@ -84,10 +78,12 @@ class Relays:
             return
         self.num_open += 1
         try:
-            with self._budget.of_one(scope["state"]["client"]) as held:
-                raw = await read_body(scope, receive, self.config.http.max_body_bytes, held)
-            exchange.read(raw)
-            await self._relay(exchange, receive)
+            with ExitStack() as stack:
+                held = stack.enter_context(self._budget.of_one(scope["state"]["client"]))
+                most = self.config.http.max_body_bytes
+                # Under no name here: it would be held as long as the answer takes.
+                exchange.read(await read_body(scope, receive, most, held), stack.close)
+                await self._relay(exchange, receive)
         finally:
             self.num_open -= 1
 
@@ -150,37 +146,41 @@ class Exchange:
         self._name = name
         self._scope = scope
         self._send = send
-        self._body = b""
+        self._body: Body | None = None
+        self._events = WholeEvents()
         self._where = ""
         self._decoder: Decoder | None = None  # who had it last
         self._started = False  # its client was sent a status
 
-    def read(self, raw: bytes) -> None:
-        """Take its body. Raises: Ending: it is none that a decoder could read."""
+    def read(self, raw: bytes, sent: Callable[[], None]) -> None:
+        """Take its body; `sent` is called when it is not needed any more.
+
+        Raises:
+            Ending: it is none that a decoder could read.
+        """
         config, metrics = self._relays.config, self._relays.metrics
-        if self._name in ("completions", "chat"):
-            self._body, self._where = asked_of(raw, self._scope["headers"], config)
+        if prompt := PROMPTS.get(self._name):
+            asked = asked_of(raw, self._scope["headers"], config, prompt)
+            self._body, self._where = Body(asked.body, sent), asked.where
             metrics.prefills.labels(self._where).inc()
         elif self._scope["method"] == "POST":
             fields_of(raw)
-            self._body = raw
+            self._body = Body(raw, sent)
         self._scope["state"]["admitted"] = True
 
     async def run(self) -> None:
-        """Ask a decoder, or another one where the first could not be reached, and answer.
+        """Ask a decoder, or others while one cannot be reached, and answer.
 
         Raises:
             Failure: there is no whole answer.
         """
         pool = self._relays.pool
-        for _ in range(MAX_TRIES):
-            decoder = pool.choose()
-            if decoder is None:
-                break
+        until_s = asyncio.get_running_loop().time() + self._relays.config.first_byte_timeout_s
+        while (decoder := pool.choose()) is not None:
             self._decoder = decoder
             try:
                 with decoder.busy():
-                    await self._ask(decoder)
+                    await self._ask(decoder, until_s)
                 return
             except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
                 self._fault(decoder, "refused")
@@ -192,7 +192,7 @@ class Exchange:
         self.status = failure.status
         _log.warning("%s: %s", self._label, failure.text)
         if self._started:
-            await failure.send_event(self._send)
+            await failure.send_event(self._send, within=self._events.cut)
         else:
             await failure.send(self._send)
 
@@ -200,20 +200,23 @@ class Exchange:
         """It is over."""
         decoder = NOBODY if self._decoder is None else self._decoder.address
         self._relays.metrics.ended(self._name, decoder, self.status)
-        where = f", prefill {self._where}" if self._where else ""
+        where = f", prefill asked: {self._where}" if self._where else ""
         _log.info("%s: %s %d by %s%s", self._label, self._name, self.status, decoder, where)
 
-    async def _ask(self, decoder: Decoder) -> None:
+    async def _ask(self, decoder: Decoder, until_s: float) -> None:
+        """until_s: when the first byte must be here, by the loop's clock."""
         request = self._request(decoder)
-        timeout_s = self._relays.config.first_byte_timeout_s
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
         async with AsyncExitStack() as stack:
             try:
-                async with asyncio.timeout(timeout_s):
-                    answer = await self._relays.client.send(request, stream=True)
+                async with asyncio.timeout_at(until_s):
+                    answer = await self._relays.decoders.handle_async_request(request)
                     stack.push_async_callback(answer.aclose)
                     pieces = await stack.enter_async_context(aclosing(_pieces_of(answer)))
+                    if answer.status_code not in STATUSES:
+                        self._fault(decoder, "died")
+                        raise failures.answered(decoder.address, answer.status_code)
                     first = await anext(pieces, b"")
                 streams = answer.headers.get("content-type", "").startswith("text/event-stream")
                 self._observe(decoder, loop.time() - asked_s, streams=streams)
@@ -228,20 +231,25 @@ class Exchange:
                 raise failures.died(decoder.address) from exc
             except TimeoutError:
                 self._fault(decoder, "late")
+                timeout_s = self._relays.config.first_byte_timeout_s
                 raise failures.late(decoder.address, timeout_s) from None
 
     def _request(self, decoder: Decoder) -> httpx.Request:
-        url = decoder.address + self._scope["path"]
-        headers = request_headers(self._scope["headers"], self._label)
-        return httpx.Request(
-            self._scope["method"], url, headers=headers, content=self._body or None
+        scope = self._scope
+        return request_to(
+            decoder.address,
+            scope["path"],
+            method=scope["method"],
+            query=scope["query_string"],
+            headers=request_headers(scope["headers"], self._label),
+            body=self._body,
         )
 
     async def _pass_events(
         self, answer: httpx.Response, first: bytes, pieces: AsyncGenerator[bytes, None]
     ) -> None:
         await self._start(answer)
-        events, piece = WholeEvents(), first
+        events, piece = self._events, first
         while piece:
             if whole := events.push(piece):
                 await self._send({"type": "http.response.body", "body": whole, "more_body": True})

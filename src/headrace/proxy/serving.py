@@ -16,7 +16,8 @@ from headrace.proxy.app import build
 from headrace.proxy.config import ProxyConfig, check_place
 from headrace.proxy.metrics import Metrics
 from headrace.proxy.pool import Pool
-from headrace.proxy.relays import Relays, client_of_decoders
+from headrace.proxy.relays import Relays
+from headrace.proxy.upstream import connections
 from headrace.runtime.log import configure
 from headrace.server.events import Events
 from headrace.server.stopping import ToldToStop
@@ -46,8 +47,8 @@ def serve(config: ProxyConfig, told: Callable[[str], None]) -> int:
 
 
 async def _run(config: ProxyConfig, listening: socket.socket, told: Callable[[str], None]) -> int:
-    async with client_of_decoders() as client:
-        await _Serving(config, client, told).run(listening)
+    async with connections() as decoders:
+        await _Serving(config, decoders, told).run(listening)
     return 0
 
 
@@ -55,13 +56,16 @@ class _Serving:
     """One run of the proxy, from start to exit."""
 
     def __init__(
-        self, config: ProxyConfig, client: httpx.AsyncClient, told: Callable[[str], None]
+        self,
+        config: ProxyConfig,
+        decoders: httpx.AsyncBaseTransport,
+        told: Callable[[str], None],
     ) -> None:
         self._config = config
         self._told = told
-        self._pool = Pool(config.decoders, client)
+        self._pool = Pool(config.decoders, decoders)
         metrics = Metrics(self._pool)
-        self._relays = Relays(config, self._pool, client, metrics)
+        self._relays = Relays(config, self._pool, decoders, metrics)
         events = Events()
         app = build(self._relays, self._pool, metrics, events, config)
         served = uvicorn_config(app, events, config.http)

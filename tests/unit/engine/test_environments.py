@@ -91,8 +91,10 @@ def test_all_lies_in_the_directory(
 ) -> None:
     """pip's temporary files are gigabytes, and its cache would stay for good."""
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    monkeypatch.setenv("PIP_TARGET", "/elsewhere")
-    pip = f'{PIP_WORKS}; echo "$PYTHONPATH$PIP_TARGET" > leaked; echo "$PIP_INDEX_URL" > index'
+    for name in ("PIP_TARGET", "PIP_PYTHON", "PIP_DRY_RUN", "PIP_NO_DEPS"):
+        monkeypatch.setenv(name, "/elsewhere")
+    leaked = "$PYTHONPATH$PIP_TARGET$PIP_PYTHON$PIP_DRY_RUN$PIP_NO_DEPS"
+    pip = f'{PIP_WORKS}; echo "{leaked}" > leaked; echo "$PIP_INDEX_URL" > index'
     monkeypatch.setenv("PIP_INDEX_URL", "https://index.invalid/simple")
     directory = directory_of(cache)
     lines: list[str] = []

@@ -73,7 +73,7 @@ def test_where_there_is_none_the_hint_says_what_to_run(
     assert (caught.value.vendor, caught.value.stage) == ("vllm", "sdk_missing")
     assert caught.value.detail == f"no environment in {directory}"
     assert caught.value.hint == (
-        "Run: headrace vllm-env; or name its Python in HEADRACE_VLLM_PYTHON"
+        "Run: headrace vllm-env; or name its Python in HEADRACE_VLLM_PYTHON or with --source-python"
     )
     monkeypatch.setenv("HEADRACE_VLLM_PYTHON", sys.executable)
     assert find(VLLM) == sys.executable

@@ -18,7 +18,7 @@ from headrace.proxy.app import build
 from headrace.proxy.config import ProxyConfig
 from headrace.proxy.metrics import PREFIX, Metrics
 from headrace.proxy.pool import Pool
-from headrace.proxy.relays import Relays, client_of_decoders
+from headrace.proxy.relays import Relays
 from headrace.server.config import HttpConfig
 from headrace.server.events import Events
 from tests.server_stand import TURNS, Client
@@ -96,12 +96,16 @@ class Call(httpx.AsyncByteStream):
 
 
 class Decoders(httpx.AsyncBaseTransport):
-    """All decoders. refuse: addresses that cannot be reached. health: what /health comes to."""
+    """All decoders. refuse: addresses that cannot be reached. health: what /health comes to.
+
+    location: where its answers point.
+    """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.refuse: dict[str, Exception] = {}
         self.health: dict[str, int] = {}
+        self.location = ""
         self.looks: list[str] = []
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -111,10 +115,16 @@ class Decoders(httpx.AsyncBaseTransport):
         if address in self.refuse:
             raise self.refuse[address]
         if request.url.path == "/health":
-            return httpx.Response(self.health.get(address, 200))
-        call = Call(request, await request.aread())
+            headers = {"location": self.location} if self.location else {}
+            return httpx.Response(self.health.get(address, 200), headers=headers)
+        call = Call(request, await self.take(request))
         self.calls.append(call)
         return await call.response()
+
+    async def take(self, request: httpx.Request) -> bytes:
+        """Its body, as it comes over the wire: the request does not keep it."""
+        assert isinstance(request.stream, httpx.AsyncByteStream)
+        return b"".join([piece async for piece in request.stream])
 
 
 class ProxyStand:
@@ -128,13 +138,12 @@ class ProxyStand:
         **config: Any,
     ) -> None:
         self.decoders = Decoders()
-        self.client = client_of_decoders(self.decoders)
         self.config = ProxyConfig(decoders=addresses or (ONE,), http=http or HttpConfig(), **config)
-        self.pool = Pool(self.config.decoders, self.client)
+        self.pool = Pool(self.config.decoders, self.decoders)
         for each in self.pool.decoders:
             each.why = "" if up else "not asked yet"
         self.metrics = Metrics(self.pool)
-        self.relays = Relays(self.config, self.pool, self.client, self.metrics)
+        self.relays = Relays(self.config, self.pool, self.decoders, self.metrics)
         self.app = build(self.relays, self.pool, self.metrics, Events(), self.config)
 
     @property

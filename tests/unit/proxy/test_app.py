@@ -67,6 +67,20 @@ def test_nothing_else_is_served(method: str, path: str, status: int) -> None:
     run(test)
 
 
+def test_what_is_refused_is_counted_by_its_endpoint() -> None:
+    async def test() -> None:
+        stand = ProxyStand(keys=("sk-1",))
+        for name in ("completions", "tokenize", "detokenize"):
+            assert (await stand.done(stand.ask(name))).status == 401
+            known = {"Authorization": "Bearer sk-1"}
+            assert (await stand.done(stand.ask(name, headers=known, raw=b"{"))).status == 400
+            for status in ("401", "400"):
+                assert stand.count("requests_total", endpoint=name, status=status) == 1
+        assert stand.count("requests_total", endpoint="other") == 0
+
+    run(test)
+
+
 @pytest.mark.parametrize("given", ["", "with a space", "x" * 129])
 def test_an_id_that_is_none_is_replaced(given: str) -> None:
     async def test() -> None:
@@ -76,6 +90,7 @@ def test_an_id_that_is_none_is_replaced(given: str) -> None:
         await stand.done(client)
         made = client.headers["x-request-id"]
         assert made not in ("", given)
+        assert len(made) == (24 if given else 32)
         assert call.request.headers.get_list("x-request-id") == [made]
 
     run(test)

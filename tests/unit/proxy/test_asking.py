@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from headrace.proxy.asking import PREFILLER_HEADER, asked_of, fields_of, prompt_tokens
+from headrace.proxy import asking
+from headrace.proxy.asking import PREFILLER_HEADER, Asked, Prompt, fields_of, prompt_tokens
 from headrace.proxy.config import ProxyConfig
 from headrace.server.config import HttpConfig
+from headrace.server.http import Headers
 from headrace.server.terminals import Ending
 
 REMOTE = {"do_remote_prefill": True, "do_remote_decode": False}
@@ -17,6 +19,10 @@ REMOTE = {"do_remote_prefill": True, "do_remote_decode": False}
 
 def config(**more: Any) -> ProxyConfig:
     return ProxyConfig(decoders=("http://one:1",), http=HttpConfig(), **more)
+
+
+def asked_of(raw: bytes, headers: Headers, config: ProxyConfig, of: Prompt = "prompt") -> Asked:
+    return asking.asked_of(raw, headers, config, of)
 
 
 def encoded(**body: Any) -> bytes:
@@ -80,13 +86,32 @@ def test_by_header_it_counts_whether_it_is_there() -> None:
     ],
 )
 def test_prompts_are_counted_about(body: dict[str, Any], tokens: int) -> None:
-    assert prompt_tokens(fields_of(encoded(**body))) == tokens
+    of: Prompt = "messages" if "messages" in body else "prompt"
+    assert prompt_tokens(fields_of(encoded(**body)), of) == tokens
 
 
 @pytest.mark.parametrize(("least", "where"), [(10, "remote"), (11, "local")])
 def test_short_prompts_are_prefilled_by_vllm(least: int, where: str) -> None:
     raw = encoded(prompt="x" * 40)
     assert asked_of(raw, [], config(min_tokens=least)).where == where
+
+
+@pytest.mark.parametrize(("of", "where"), [("prompt", "local"), ("messages", "remote")])
+def test_the_endpoint_says_which_field_is_the_prompt(of: Prompt, where: str) -> None:
+    raw = encoded(prompt="x", messages=[{"content": "x" * 400}])
+    assert asked_of(raw, [], config(min_tokens=10), of).where == where
+
+
+@pytest.mark.parametrize("number", [b"1e999", b"[1, 2, 1e400]", b'[["a"], -1e999]'])
+@pytest.mark.parametrize("of", ["prompt", "messages"])
+def test_a_number_that_cannot_be_read_is_refused_where_it_is_read(
+    number: bytes, of: Prompt
+) -> None:
+    raw = b'{"%s": %s}' % (of.encode(), number)
+    with pytest.raises(Ending, match=f"field `{of}` is no JSON that can be read") as refused:
+        asked_of(raw, [], config(min_tokens=1), of)
+    assert (refused.value.status, refused.value.field) == (400, of)
+    assert number in asked_of(raw, [], config(), of).body
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,13 @@ from headrace.server.config import HttpConfig
         ("http://Host:8001/", "http://host:8001"),
         ("HTTPS://host", "https://host"),
         ("http://[::1]:8001", "http://[::1]:8001"),
+        ("http://[0:0::1]:8001", "http://[::1]:8001"),
+        ("http://[fe80::1%eth0]:1", "http://[fe80::1%eth0]:1"),
+        ("http://host:08001", "http://host:8001"),
+        *(("http://host:80", "http://host"), ("http://host:", "http://host")),
+        *(("https://host:443", "https://host"), ("https://host:80", "https://host:80")),
+        ("http://xn--bcher-kva:1", "http://xn--bcher-kva:1"),
+        ("http://a_vllm.svc-1:1", "http://a_vllm.svc-1:1"),
     ],
 )
 def test_an_address_has_one_form(given: str, address: str) -> None:
@@ -43,6 +50,8 @@ def test_an_address_has_one_form(given: str, address: str) -> None:
             "http://h\x7f",
         ),
         *("http://[::1", "http://a..b", f"http://{'a' * 64}"),
+        *("http://256.1.1.1:1", "http://[::1]x:8001", "http://[::x]:1", "http://xn--a:1"),
+        *("http://a b:1", "http://h\\x:1", "http://ho<st:1", "http://a%20b:1", "http://h,i:1"),
     ],
 )
 def test_what_is_no_address_is_refused(given: str) -> None:
@@ -60,7 +69,9 @@ def test_an_address_has_no_path(more: str) -> None:
 def test_decoders_are_given_once() -> None:
     assert addresses_of(["http://a", "http://b/"]) == ("http://a", "http://b")
     with pytest.raises(Refused, match="http://a is given twice"):
-        addresses_of(["http://a", "http://A/"])
+        addresses_of(["http://a", "http://A:80/"])
+    with pytest.raises(Refused, match="http://a:8001 is given twice"):
+        addresses_of(["http://a:8001", "http://a:08001"])
     for given in ([], [f"http://h{at}" for at in range(MAX_DECODERS + 1)]):
         with pytest.raises(Refused, match=f"{len(given)} decoders"):
             addresses_of(given)

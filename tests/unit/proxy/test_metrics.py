@@ -47,6 +47,16 @@ def test_series_of_closed_sets_begin_at_0_and_each_proxy_has_its_own() -> None:
     run(test)
 
 
+def test_it_says_what_was_asked_and_not_what_was_done() -> None:
+    async def test() -> None:
+        text = ProxyStand().metrics.exposition().decode()
+        assert f"{PREFIX}prefills_total Completions by where they are asked to be" in text
+        docs = (ROOT / "docs" / "proxy.md").read_text(encoding="utf-8")
+        assert "vllm:headrace_num_local_prefills_total" in docs
+
+    run(test)
+
+
 def test_the_docs_name_every_metric_and_no_other() -> None:
     async def test() -> None:
         text = ProxyStand().metrics.exposition().decode()

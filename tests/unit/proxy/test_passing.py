@@ -71,5 +71,10 @@ def test_whatever_the_pieces_the_bytes_are_the_same() -> None:
 def test_an_event_without_an_end_is_not_held_for_ever() -> None:
     events = WholeEvents()
     assert events.push(b"x" * MAX_HELD) == b""
+    assert not events.cut
     assert events.push(b"x") == b"x" * (MAX_HELD + 1)
-    assert events.rest() == b""
+    assert events.push(b"y") == b""
+    assert events.cut
+    assert events.push(b"\n\nz") == b"y\n\n"
+    assert not events.cut
+    assert events.rest() == b"z"

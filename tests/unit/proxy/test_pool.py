@@ -65,6 +65,8 @@ def test_one_that_is_down_is_left_out_until_it_answers() -> None:
     [
         (httpx.ConnectError("refused"), "refused"),
         (httpx.ReadError(""), "ReadError"),
+        (httpx.InvalidURL("no"), "no"),
+        (UnicodeError("label too long"), "label too long"),
         (500, "/health is answered 500"),
         (None, "/health is not answered within 0.01 s"),
     ],
@@ -83,7 +85,8 @@ def test_what_its_health_comes_to(
                 stand.decoders.refuse[ONE] = failure
             elif failure is None:
                 monkeypatch.setattr(pools, "ANSWERS_WITHIN_S", 0.01)
-                monkeypatch.setattr(stand.client, "get", lambda url: asyncio.Event().wait())
+                name = "handle_async_request"
+                monkeypatch.setattr(stand.decoders, name, lambda request: asyncio.Event().wait())
             else:
                 stand.decoders.health[ONE] = failure
             await stand.pool.look_at_all()
@@ -91,6 +94,18 @@ def test_what_its_health_comes_to(
         assert (decoder.up, decoder.why) == (False, why)
         up, down = f"decoder {ONE} is up", f"decoder {ONE} is down: {why}"
         assert [each.message for each in caplog.records] == [up, down]
+
+    run(test)
+
+
+@pytest.mark.parametrize("location", ["mailto:x", "foo:bar", "//xn--a/", "http://[", "/ok"])
+def test_where_its_health_points_to_is_not_looked_at(location: str) -> None:
+    async def test() -> None:
+        stand = ProxyStand()
+        stand.decoders.health[ONE], stand.decoders.location = 302, location
+        await stand.pool.look_at_all()
+        assert stand.pool.decoders[0].why == "/health is answered 302"
+        assert stand.decoders.looks == [ONE]
 
     run(test)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import tracemalloc
 from typing import Any
 
 import httpx
@@ -12,11 +13,13 @@ import pytest
 
 pytest.importorskip("starlette")
 
+from headrace.proxy.passing import MAX_HELD
 from headrace.server.config import HttpConfig
-from headrace.server.http import Message
+from headrace.server.http import Message, Receive, Scope, Send
 from tests.server_stand import Client, run
 from tests.unit.proxy.stand import EVENTS, JSON, ONE, PATHS, TWO, ProxyStand
 
+THREE = "http://three:8003"
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -257,15 +260,171 @@ def test_a_decoder_that_cannot_be_reached_is_left_out_and_another_one_asked() ->
     run(test)
 
 
-def test_it_is_sent_on_once_and_no_further() -> None:
+def test_it_is_sent_on_until_one_takes_it() -> None:
     async def test() -> None:
-        three = "http://three:8003"
-        stand = ProxyStand(ONE, TWO, three)
+        stand = ProxyStand(ONE, TWO, THREE)
         stand.decoders.refuse = {ONE: httpx.ConnectTimeout(""), TWO: httpx.ConnectError("no")}
+        client, call = await stand.asked()
+        assert call.address == THREE
+        assert call.json["prompt"] == "hello"
+        call.answer(b"{}")
+        assert (await stand.done(client)).status == 200
+        assert [each.up for each in stand.pool.decoders] == [False, False, True]
+        assert stand.count("upstream_failures_total", reason="refused") == 2
+
+    run(test)
+
+
+def test_where_nobody_takes_it_none_is_up() -> None:
+    async def test() -> None:
+        stand = ProxyStand(ONE, TWO, THREE)
+        stand.decoders.refuse = dict.fromkeys((ONE, TWO, THREE), httpx.ConnectError("no"))
         client = await stand.done(stand.ask())
         assert error_of(client) == (503, "no-decoder", "overloaded_error")
-        assert [each.up for each in stand.pool.decoders] == [False, False, True]
+        assert not stand.pool.any_up
         assert stand.calls == []
+        await stand.nothing_left()
+
+    run(test)
+
+
+def test_all_tries_together_have_the_time_of_one() -> None:
+    async def test() -> None:
+        stand = ProxyStand(ONE, TWO, first_byte_timeout_s=600.0)
+        first, call = await stand.asked()
+        stand.advance(599.0)
+        call.die(httpx.ConnectTimeout(""))
+        await stand.until(lambda: len(stand.calls) == 2)
+        assert not first.task.done()
+        stand.advance(2.0)
+        await stand.done(first)
+        assert error_of(first) == (504, "first-byte-timeout", "timeout_error")
+        assert stand.calls[1].closed
+        assert stand.relays.num_open == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("status", [0, 99, 101, 600, 999])
+def test_a_status_that_is_none_is_a_bad_gateway(status: int) -> None:
+    async def test() -> None:
+        stand = ProxyStand()
+        client, call = await stand.asked()
+        call.answer(b"{}", status=status)
+        await stand.done(client)
+        assert error_of(client) == (502, "decoder-died", "server_error")
+        assert f"status {status}" in client.error["message"]
+        assert stand.count("upstream_failures_total", decoder=ONE, reason="died") == 1
+        await stand.nothing_left()
+
+    run(test)
+
+
+@pytest.mark.parametrize("location", ["mailto:x", "foo:bar", "//xn--a/", "http://["])
+def test_a_redirect_is_passed_on_whatever_it_points_to(location: str) -> None:
+    async def test() -> None:
+        stand = ProxyStand()
+        client, call = await stand.asked()
+        call.answer(status=302, location=location)
+        await stand.done(client)
+        assert (client.status, client.headers["location"]) == (302, location)
+        assert len(stand.calls) == 1
+        await stand.nothing_left()
+
+    run(test)
+
+
+def test_a_body_is_let_go_once_it_was_sent_and_held_until_then() -> None:
+    async def test() -> None:
+        most = 1024
+        stand = ProxyStand(http=HttpConfig(max_body_bytes=most))
+        budget: Any = stand.relays._budget
+        seen: list[int] = []
+        take = stand.decoders.take
+
+        async def taken(request: httpx.Request) -> bytes:
+            seen.append(budget.nbytes)
+            return await take(request)
+
+        stand.decoders.take = taken  # type: ignore[method-assign]
+        raw = json.dumps({"prompt": "x" * 900}).encode()
+        client, call = await stand.asked(raw=raw)
+        assert (seen, budget.nbytes) == ([len(raw)], 0)
+        assert await take(call.request) == b""
+        call.answer(b"{}")
+        assert (await stand.done(client)).status == 200
+        await stand.nothing_left()
+
+    run(test)
+
+
+def test_while_its_answer_is_made_nothing_of_a_body_is_in_memory() -> None:
+    nbytes = 4_000_000
+
+    async def test() -> None:
+        stand = ProxyStand()
+        take = stand.decoders.take
+
+        async def taken(request: httpx.Request) -> bytes:
+            return (await take(request))[:1]
+
+        stand.decoders.take = taken  # type: ignore[method-assign]
+        warm, call = await stand.asked()
+        call.answer(b"{}")
+        await stand.done(warm)
+        tracemalloc.start()
+        try:
+            client, call = await stand.asked(raw=b'{"prompt": "%s"}' % (b"x" * nbytes))
+            assert tracemalloc.get_traced_memory()[1] > nbytes
+            assert tracemalloc.get_traced_memory()[0] < nbytes / 2
+        finally:
+            tracemalloc.stop()
+        call.answer(b"{}")
+        assert (await stand.done(client)).status == 200
+
+    run(test)
+
+
+def test_a_query_is_passed_on() -> None:
+    async def test() -> None:
+        stand = ProxyStand()
+
+        async def asking(scope: Scope, receive: Receive, send: Send) -> None:
+            await stand.app({**scope, "query_string": b"a=1&b"}, receive, send)
+
+        client = Client(asking, PATHS["completions"], b"{}")
+        await stand.until(lambda: len(stand.calls) == 1)
+        (call,) = stand.calls
+        assert call.request.extensions["target"] == b"/v1/completions?a=1&b"
+        call.answer(b"{}")
+        assert (await stand.done(client)).status == 200
+
+    run(test)
+
+
+def test_what_was_not_sent_is_let_go_at_the_end() -> None:
+    async def test() -> None:
+        stand = ProxyStand()
+        budget: Any = stand.relays._budget
+        stand.decoders.refuse[ONE] = httpx.ConnectError("no")
+        assert (await stand.done(stand.ask())).status == 503
+        assert budget.nbytes == 0
+
+    run(test)
+
+
+def test_an_error_does_not_become_a_part_of_an_event_that_was_cut() -> None:
+    async def test() -> None:
+        stand = ProxyStand()
+        client, call = await stand.asked(stream=True)
+        long = b"data: " + b"x" * MAX_HELD
+        call.answer(long, kind=EVENTS, end=False)
+        await stand.until(lambda: len(client.sent) == 2)
+        call.die(httpx.ReadError("reset"))
+        await stand.done(client)
+        cut, error, end = client.body.split(b"\n\n")
+        assert (cut, end) == (long, b"")
+        assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "decoder-died"
 
     run(test)
 
@@ -485,20 +644,7 @@ def test_each_request_is_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level("INFO", "headrace.proxy"):
         run(test)
     assert [each.getMessage() for each in caplog.records] == [
-        f"a: completions 200 by {ONE}, prefill remote",
-        f"b: completions 200 by {ONE}, prefill local",
+        f"a: completions 200 by {ONE}, prefill asked: remote",
+        f"b: completions 200 by {ONE}, prefill asked: local",
         f"c: models 200 by {ONE}",
     ]
-
-
-def test_no_proxy_of_the_environment_is_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://nowhere:1")
-
-    async def test() -> None:
-        stand: Any = ProxyStand()
-        assert stand.client.trust_env is False
-        client, call = await stand.asked()
-        call.answer(b"{}")
-        assert (await stand.done(client)).status == 200
-
-    run(test)

@@ -21,7 +21,6 @@ from headrace.errors import Refused
 from headrace.proxy import serving
 from headrace.proxy.config import ProxyConfig
 from headrace.proxy.pool import Pool
-from headrace.proxy.relays import client_of_decoders
 from headrace.server.config import HttpConfig
 from headrace.server.stopping import ToldToStop
 from tests.unit.proxy.stand import EVENTS, ONE, TWO, Decoders
@@ -41,7 +40,7 @@ def _logging_as_it_was() -> Iterator[None]:
 @pytest.fixture
 def decoders(monkeypatch: pytest.MonkeyPatch) -> Decoders:
     found = Decoders()
-    monkeypatch.setattr(serving, "client_of_decoders", lambda: client_of_decoders(found))
+    monkeypatch.setattr(serving, "connections", lambda: found)
     return found
 
 
