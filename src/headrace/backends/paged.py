@@ -25,6 +25,8 @@ from headrace.plan import Copy, live_window
 
 MOST_BOUND: Final = 1 << 16
 """Reservations at once; its caller's blocks run out before."""
+CLEAR_NBYTES: Final = 4 << 20
+"""Zeros that are written at once."""
 
 
 class PagedCache(Protocol):
@@ -73,7 +75,8 @@ class PagedDecoder:
         self._manifest = cache.manifest()
         self._bound: dict[int, Binding] = {}
         self._held: dict[int, tuple[Binding, Reservation | Entry]] = {}  # by serial
-        self._written_to: set[int] = set()  # serials that something was imported into
+        # By serial, what was imported, as far as it was begun: layer, first position, last + 1.
+        self._imported: dict[int, set[tuple[int, int, int]]] = {}
         self._last_serial = 0
 
     def manifest(self) -> Manifest:
@@ -136,7 +139,8 @@ class PagedDecoder:
         """
         binding, cache = self._binding(reservation), self._open_cache()
         writes = [self._checked(binding, slot, list(same)) for same in _by_rectangle(copies)]
-        self._written_to.add(reservation.serial)
+        imported = self._imported.setdefault(reservation.serial, set())
+        imported.update((copy.layer, copy.start, copy.stop) for copy in copies)
         for first, states in writes:
             cells = self._cells(binding, first.layer, first.start, first.stop)
             cache.write(first.layer, states, cells)
@@ -168,9 +172,10 @@ class PagedDecoder:
         pattern, which is no number, and an attention that masks a cell still multiplies with it.
         """
         binding = self._binding(held)
-        if isinstance(held, Reservation) and held.serial in self._written_to:
-            self._clear(binding)
-        self._written_to.discard(held.serial)
+        if isinstance(held, Reservation):
+            for layer, start, stop in sorted(self._imported.get(held.serial, ())):
+                self._clear(binding, layer, start, stop)
+        self._imported.pop(held.serial, None)
         del self._held[held.serial]
 
     def decode_step(self, active: Sequence[tuple[Entry, int]]) -> list[memoryview]:
@@ -232,17 +237,17 @@ class PagedDecoder:
             )
         return blocks
 
-    def _clear(self, binding: Binding) -> None:
-        for layer in self._manifest.layers:
-            lo, hi = live_window(layer, binding.num_tokens)
-            lo = max(lo, binding.start)
-            if lo < hi:
-                zeros = [
-                    torch.zeros(hi - lo, part.heads, part.head_dim, dtype=dtype_of(part))
-                    for part in layer.parts
-                ]
-                cells = self._cells(binding, layer.index, lo, hi)
-                self._open_cache().write(layer.index, zeros, cells)
+    def _clear(self, binding: Binding, layer: int, start: int, stop: int) -> None:
+        parts = self._manifest.layers[layer].parts
+        step = max(1, CLEAR_NBYTES // self._manifest.layers[layer].row_nbytes)
+        for at in range(start, stop, step):
+            count = min(step, stop - at)
+            zeros = [
+                torch.zeros(count, part.heads, part.head_dim, dtype=dtype_of(part))
+                for part in parts
+            ]
+            cells = self._cells(binding, layer, at, at + count)
+            self._open_cache().write(layer, zeros, cells)
 
     def _checked(
         self, binding: Binding, slot: SlotView, same: Sequence[Copy]

@@ -53,6 +53,11 @@ class OperatedShell(Shell):
         """Whether a source is in service, or one that died is about to be started again."""
         return not self._machine.no_slot_left
 
+    @property
+    def num_slots(self) -> int:
+        """Slots of the sources that are not known to be dead."""
+        return self._sources.num_slots
+
     def snapshot(self) -> Snapshot:
         """Everything that is held now, lane by lane and slot by slot."""
         return self._machine.snapshot()

@@ -162,6 +162,11 @@ class Sources:
             if source not in self._dead and isinstance(handle, SourceHandle)
         ]
 
+    @property
+    def num_slots(self) -> int:
+        """Slots of those."""
+        return sum(self._process(source).num_slots for source in self.in_service)
+
     def run_local(self, take_in: Callable[[], None]) -> None:
         """Run the attempt that the owner's own engine was granted, if there is one."""
         source = self._local_id

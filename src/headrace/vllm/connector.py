@@ -53,11 +53,13 @@ if TYPE_CHECKING:
 class Step(KVConnectorMetadata):  # type: ignore[misc]
     """What the scheduler half tells the worker half in one step.
 
-    idle: nothing is computed. piece: of a producer, the positions that are.
+    idle: nothing is computed. asks: the worker half is to tell of its sources. piece: of a
+    producer, the positions that are computed.
     """
 
     orders: Orders = field(default_factory=Orders)
     idle: bool = False
+    asks: bool = False
     piece: tuple[int, int] | None = None
 
 
@@ -92,7 +94,16 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._settings is not None and role is KVConnectorRole.SCHEDULER:
             self._scheduling = Scheduling(self._settings, _block_size(kv_cache_config))
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A source's one prompt is not preempted, and a decoder hands nothing off."""
+        return False
+
     # The scheduler half.
+
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduling is not None:
+            self._scheduling.arrived()
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -112,7 +123,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
         if self._scheduling is not None:
             idle = not scheduler_output.total_num_scheduled_tokens
-            return Step(self._scheduling.step(), idle)
+            return Step(self._scheduling.step(), idle, self._scheduling.take_asks())
         return Step(piece=_piece(scheduler_output) if self._produces else None)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -177,6 +188,8 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._step()
+        if step.asks:
+            self._told = None
         if self._owner is not None:
             self._owner.carry_out(step.orders)
 
@@ -291,7 +304,8 @@ def _prompt(request: Request) -> Prompt:
     embeds = getattr(request, "prompt_embeds", None)  # of some positions, beside all token ids
     plain = not request.mm_features and request.lora_request is None and embeds is None
     params = request.kv_transfer_params
-    return Prompt(request.request_id, request.prompt_token_ids, params, plain)
+    reads_cache = not request.skip_reading_prefix_cache
+    return Prompt(request.request_id, request.prompt_token_ids, params, plain, reads_cache)
 
 
 def _piece(output: SchedulerOutput) -> tuple[int, int] | None:

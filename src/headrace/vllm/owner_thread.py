@@ -21,13 +21,14 @@ from typing import Final
 
 from headrace.backends.base import Decoder
 from headrace.backends.paged import Binding, PagedDecoder
-from headrace.errors import DeviceError, HeadraceError, LocalProtocolError
-from headrace.geometry import agree
+from headrace.errors import DeviceError, HeadraceError, LocalProtocolError, Refused
+from headrace.geometry import Manifest, agree
 from headrace.ids import AttemptId
+from headrace.messages import AskedRoute
 from headrace.protocol.commands import Cause
 from headrace.runtime.config import SourceConfig
 from headrace.runtime.owner import DecoderOwner
-from headrace.runtime.requests import Request
+from headrace.runtime.requests import ASKED_ROUTES, Request
 from headrace.runtime.worker import SourceHandle
 from headrace.vllm.scheduling import Load, Orders, Told
 from headrace.vllm.settings import Settings
@@ -183,8 +184,8 @@ class OwnerThread:
                 self._changed.notify_all()
             while not self._closing:
                 owner.turn(self._turn_s())
+                self._tell(owner)  # first: a report must not lead to a load that nobody takes
                 self._settle(owner)
-                self._tell(owner.has_source)
         except BaseException as exc:
             failure = exc
             if self._ready:
@@ -216,7 +217,9 @@ class OwnerThread:
             for handle in handles:
                 owner.attach(handle, restart=settings.policy)
             undo.pop_all()
-        self._told = Told(context, all(manifest.prefix != "none" for manifest in manifests))
+        anywhere = all(manifest.prefix != "none" for manifest in manifests)
+        routes = tuple(r for r in ASKED_ROUTES if _offered(settings, r, manifests, decoder))
+        self._told = Told(context, anywhere, owner.has_source, owner.num_slots, routes)
         owner.watch(self._wake, lambda: self._take_in(owner))
         return owner
 
@@ -274,9 +277,11 @@ class OwnerThread:
         except Exception:  # no load may depend on what is kept of another
             _log.exception("what %s came to is not kept", load.request_id)
 
-    def _tell(self, in_service: bool) -> None:
-        if self._told is not None and self._told.in_service != in_service:
-            self._told = replace(self._told, in_service=in_service)
+    def _tell(self, owner: DecoderOwner) -> None:
+        if self._told is not None:
+            now = owner.has_source, owner.num_slots
+            if now != (self._told.in_service, self._told.num_slots):
+                self._told = replace(self._told, in_service=now[0], num_slots=now[1])
 
     def _answer_for(self, owner: DecoderOwner) -> None:
         """Storage is apart after an import that raised: it is quiet, since imports are over when
@@ -333,6 +338,18 @@ class OwnerThread:
                 self._inbox.clear()
                 self._fail_all()
                 self._changed.notify_all()  # also whoever waits for the start
+
+
+def _offered(
+    settings: Settings, route: AskedRoute, sources: Sequence[Manifest], decoder: Manifest
+) -> bool:
+    """Whether all sources take a prompt by this route."""
+    try:
+        for source in sources:
+            settings.options(route).check(source, decoder)
+    except Refused:
+        return False
+    return True
 
 
 def _handle(source: SourceConfig, start_timeout_s: float) -> SourceHandle:

@@ -14,13 +14,15 @@ answer is nothing.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import Refused
 from headrace.messages import AskedRoute
+from headrace.runtime.requests import ASKED_ROUTES
 from headrace.vllm.settings import Settings, route_of
 
 _log = logging.getLogger("headrace.vllm")
@@ -46,23 +48,30 @@ class Prompt:
     """What the scheduler half looks at of a vLLM request.
 
     tokens: None if it is given as embeddings. plain: text alone, by the model's own weights.
+    reads_cache: whether vLLM takes what is computed already; not where all logits are asked for.
     """
 
     request_id: str
     tokens: Sequence[int] | None
     params: Mapping[str, Any] | None
     plain: bool
+    reads_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the worker half told of its sources: the longest prompt, whether they can begin
-    anywhere, and whether there is an owner at all.
+    """What the worker half told of its sources.
+
+    max_positions: the longest prompt. starts_anywhere: whether all of them go on from a prefix.
+    in_service: whether there is one, or one that died is about to be started again. num_slots: of
+    those that serve. routes: that all of them offer.
     """
 
     max_positions: int
     starts_anywhere: bool
     in_service: bool = True
+    num_slots: int = 0
+    routes: tuple[AskedRoute, ...] = ASKED_ROUTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +88,24 @@ class Orders:
 
 
 class Scheduling:
-    """The loads of one engine. block_size: what a load's end must be a multiple of."""
+    """The loads of one engine.
 
-    def __init__(self, settings: Settings, block_size: int) -> None:
+    block_size: what a load's end must be a multiple of. clock_ns: what tells the time, in ns.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        block_size: int,
+        *,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         self._settings = settings
         self._block_size = block_size
-        self._most_loads = sum(source.num_slots for source in settings.sources)
+        self._clock_ns = clock_ns
+        self._live = 0  # requests that vLLM has
         self._told: Told | None = None
+        self._asks = False  # for the worker's word
         self._pending: dict[str, Load] = {}
         self._begun: set[str] = set()
         self._aborted: list[str] = []
@@ -93,8 +113,9 @@ class Scheduling:
         self._left: set[str] = set()  # the request is finished, the load is not over
         self._over: set[str] = set()  # loaded once, and the request lives
         self._local = Counter[str]()
-        self._counted: set[str] = set()  # requests in it; vLLM may ask for one many times
+        self._counted: set[str] = set()  # requests in it
         self._computed: dict[str, int] = {}  # what vLLM had of a prompt when it asked last
+        self._waiting: dict[str, int] = {}  # since when a prompt waits for a slot, by the clock
 
     @property
     def loading(self) -> int:
@@ -105,21 +126,34 @@ class Scheduling:
         """The worker's word for its sources."""
         self._told = told
 
+    def arrived(self) -> None:
+        """vLLM has a new request. The first after a rest has the worker asked for its word: no
+        step brought it meanwhile.
+        """
+        self._live += 1
+        if self._live == 1:
+            self._told, self._asks = None, True
+
+    def take_asks(self) -> bool:
+        """Whether the worker is to be asked in this step."""
+        asks, self._asks = self._asks, False
+        return asks
+
     def matched(self, prompt: Prompt, num_computed: int) -> int | None:
         """How many positions after `num_computed` will be loaded; None: ask again.
 
-        Nothing is begun by it. vLLM waits where the worker half has not told of its sources yet,
-        and where as many prompts are being loaded as the sources have slots for: each further one
-        would hold blocks and only wait.
+        Nothing is begun by it. A prompt waits where the worker half has not told of its sources
+        yet, and where as many are being loaded as the sources have slots for: each further one
+        would hold blocks and only wait. Too many of those, and one that waited for as long as a
+        load may take, are vLLM's own.
         """
-        route, reason = self._decide(prompt, num_computed)
-        if route is None:
-            if reason and prompt.request_id not in self._counted:
-                self._counted.add(prompt.request_id)
-                self._local[reason] += 1
-            return 0
-        if self._told is None or self.loading >= self._most_loads:
+        reason = self._why_local(prompt, num_computed)
+        if reason is not None:
+            return self._leave(prompt, reason)
+        if self._told is None:
             return None
+        if self.loading >= self._told.num_slots:
+            return None if self._may_wait(prompt) else self._leave(prompt, "busy")
         self._computed[prompt.request_id] = num_computed
         return self._end(prompt) - num_computed
 
@@ -129,6 +163,7 @@ class Scheduling:
         """vLLM reserved a prompt's blocks, with `num_external` positions to be loaded into them."""
         if num_external <= 0 or prompt.tokens is None:
             return
+        self._waiting.pop(prompt.request_id, None)
         start = self._computed.pop(prompt.request_id)
         route = route_of(prompt.params, self._settings) or self._settings.route
         self._pending[prompt.request_id] = Load(
@@ -170,36 +205,63 @@ class Scheduling:
         self._over.discard(request_id)
         self._counted.discard(request_id)
         self._computed.pop(request_id, None)
+        self._waiting.pop(request_id, None)
+        self._live = max(0, self._live - 1)
 
     def take_local(self) -> dict[str, int]:
         """Counts of prompts that were left to vLLM, by the reason, since this was called last."""
         counts, self._local = dict(self._local), Counter()
         return counts
 
-    def _decide(self, prompt: Prompt, num_computed: int) -> tuple[AskedRoute | None, str]:
-        """The route, or None with the reason why vLLM prefills; empty if nobody asked."""
+    def _leave(self, prompt: Prompt, reason: str) -> int:
+        """The prompt is vLLM's own; the reason is empty if nobody asked for more."""
+        self._waiting.pop(prompt.request_id, None)
+        if reason and prompt.request_id not in self._counted:  # vLLM may ask many times
+            self._counted.add(prompt.request_id)
+            self._local[reason] += 1
+        return 0
+
+    def _may_wait(self, prompt: Prompt) -> bool:
+        now_ns, waiting = self._clock_ns(), self._waiting
+        if prompt.request_id not in waiting and len(waiting) >= self._settings.max_waiting:
+            return False
+        since_ns = waiting.setdefault(prompt.request_id, now_ns)
+        longest_s = self._settings.deadline_s
+        return longest_s is None or now_ns - since_ns <= longest_s * 1e9
+
+    def _why_local(self, prompt: Prompt, num_computed: int) -> str | None:
+        """Why vLLM prefills a prompt, empty if nobody asked for more; None if a source shall."""
+        if prompt.request_id in self._over:
+            return ""
         try:
             route = route_of(prompt.params, self._settings)
         except Refused as exc:
-            _log.warning("%s: vLLM prefills it by itself, since %s", prompt.request_id, exc)
-            return None, "mistaken"
-        if route is None or prompt.request_id in self._over:
-            return None, ""
+            if prompt.request_id not in self._counted:
+                _log.warning("%s: vLLM prefills it by itself, since %s", prompt.request_id, exc)
+            return "mistaken"
+        if route is None:
+            return ""
         if prompt.tokens is None or not prompt.plain:
-            return None, "not-text"
+            return "not-text"
+        if not prompt.reads_cache:
+            return "prompt-logprobs"
         end = self._end(prompt)
         if end <= num_computed or len(prompt.tokens) < self._settings.min_tokens:
-            return None, "short"
-        told = self._told
-        if told is not None and not told.in_service:
-            return None, "out-of-service"
-        if told is not None and end > told.max_positions:
-            return None, "long"
-        if num_computed and not (told is not None and told.starts_anywhere):
-            return None, "prefix"
-        return route, ""
+            return "short"
+        return None if self._told is None else _why_not(self._told, route, end, num_computed)
 
     def _end(self, prompt: Prompt) -> int:
         """The end of the last full block that leaves vLLM a token to compute."""
         count = len(prompt.tokens or ())
         return max(0, count - 1) // self._block_size * self._block_size
+
+
+def _why_not(told: Told, route: AskedRoute, end: int, num_computed: int) -> str | None:
+    """Why the sources do not prefill such a prompt; None if they do."""
+    if not told.in_service:
+        return "out-of-service"
+    if route not in told.routes:
+        return "mistaken"
+    if end > told.max_positions:
+        return "long"
+    return "prefix" if num_computed and not told.starts_anywhere else None

@@ -39,8 +39,9 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     sources: as in `headrace serve`: `source` and what of `options`, `python`, `num_slots`, `name`
     it needs; a source with a model takes vLLM's by default, in vLLM's dtype.
     load: which prompts are prefilled by a source: those whose `kv_transfer_params` say
-    `do_remote_prefill` (`asked`), or `always`. min_tokens: shorter prompts are vLLM's own. context:
-    the longest prompt that is loaded, in tokens, which sizes the slots; by default the longest that
+    `do_remote_prefill` (`asked`), or `always`. min_tokens: shorter prompts are vLLM's own.
+    max_waiting: prompts that may wait for a slot of a source; more are vLLM's own. context: the
+    longest prompt that is loaded, in tokens, which sizes the slots; by default the longest that
     vLLM and all sources take.
     route, group_layers, chunk, prefill_chunk, emission, digest, poison, deadline_s, on_failure,
     max_attempts: as of any request, see `RequestOptions`; a prompt may name its own route as
@@ -53,6 +54,7 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     sources: tuple[SourceConfig, ...]
     load: Literal["asked", "always"] = "asked"
     min_tokens: Annotated[int, Meta(ge=0)] = 0
+    max_waiting: Annotated[int, Meta(ge=0)] = 64
     context: Annotated[int, Meta(ge=1)] | None = None
     route: AskedRoute = "whole"
     group_layers: Annotated[int, Meta(ge=1)] = 1
@@ -167,11 +169,12 @@ def check_engine(vllm_config: Any) -> None:
             "run it without",
             field="enable_sleep_mode",
         )
-    own = getattr(model.hf_config, "quantization_config", None)
+    own = model.model_arch_config.quantization_config  # as the checkpoint's own files say
     overrides = {
         "hf_overrides": model.hf_overrides,
         "hf_config_path": model.hf_config_path,
         "quantization": model.quantization if own is None else None,
+        "quantization_config": model.quantization_config,
         "load_format": vllm_config.load_config.load_format == "dummy",
     }
     for name, given in overrides.items():

@@ -31,6 +31,7 @@ class Asked:
     mm_features: list[Any] = field(default_factory=list)
     lora_request: Any = None
     prompt_embeds: Any = None
+    skip_reading_prefix_cache: bool = False
     status: str = "waiting"
     num_computed_tokens: int = 0
     block_ids: tuple[list[int], ...] = ()
@@ -85,6 +86,7 @@ class Engine:
     def add(self, asked: Asked) -> Asked:
         assert asked.request_id not in self.requests
         self.requests[asked.request_id] = asked
+        self.scheduler.on_new_request(asked)
         return asked
 
     def step(self) -> None:

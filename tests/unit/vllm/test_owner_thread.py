@@ -149,8 +149,8 @@ def test_what_cannot_be_kept_of_a_load_hinders_no_load(
 
 def test_what_it_tells_of_its_sources() -> None:
     for options, more, told in (
-        ({}, {}, Told(40, True)),
-        ({"prefix": "none"}, {"context": 24}, Told(24, False)),
+        ({}, {}, Told(40, True, num_slots=2)),
+        ({"prefix": "none"}, {"context": 24}, Told(24, False, num_slots=2)),
     ):
         stand = Stand(settings_of(options=options, **more))
         try:

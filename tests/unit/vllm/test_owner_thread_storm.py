@@ -85,7 +85,7 @@ def test_each_is_reported_once_and_what_is_loaded_is_right(options: dict[str, ob
 def test_an_abort_is_of_what_was_begun_before() -> None:
     """A request is aborted in the step of its report, and its name is another's in the next."""
     halves = Scheduling(Settings(sources=(SourceConfig("replay"),)), 4)
-    halves.hear(Told(64, starts_anywhere=True))
+    halves.hear(Told(64, starts_anywhere=True, num_slots=2))
     prompt = Prompt("a", tuple(range(9)), {"do_remote_prefill": True}, True)
     with started(settings_of()) as stand:
         for blocks in ((1, 2), (3, 4)):

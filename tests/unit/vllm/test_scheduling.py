@@ -20,12 +20,13 @@ BLOCKS = ((5, 6, 7, 8, 9), (1, 2, 3, 4, 10))
 def scheduling(**settings: Any) -> Scheduling:
     """Its sources can begin anywhere."""
     halves = Scheduling(Settings(sources=(SourceConfig("replay"),), **settings), BLOCK)
-    halves.hear(Told(64, starts_anywhere=True))
+    halves.hear(Told(64, starts_anywhere=True, num_slots=2))
     return halves
 
 
 def prompt(request_id: str = "a", tokens: tuple[int, ...] | None = PROMPT, **given: Any) -> Prompt:
-    return Prompt(request_id, tokens, given.get("params", ASKED), given.get("plain", True))
+    params, plain = given.pop("params", ASKED), given.pop("plain", True)
+    return Prompt(request_id, tokens, params, plain, **given)
 
 
 def idle(halves: Scheduling) -> bool:
@@ -56,7 +57,7 @@ def test_a_load_ends_with_the_last_block_that_leaves_a_token(count: int, end: in
 
 def test_what_vllm_has_is_not_loaded_where_sources_start_anywhere() -> None:
     halves = scheduling()
-    halves.hear(Told(64, starts_anywhere=True))
+    halves.hear(Told(64, starts_anywhere=True, num_slots=2))
     assert halves.matched(prompt(), 8) == 8
     assert halves.matched(prompt(), 12) == 4
     assert halves.matched(prompt(), 16) == 0
@@ -67,7 +68,7 @@ def test_vllm_asks_again_until_the_worker_has_told_of_its_sources() -> None:
     halves = Scheduling(Settings(sources=(SourceConfig("replay"),)), BLOCK)
     assert halves.matched(prompt(), 0) is None
     assert halves.matched(prompt("b", PROMPT[:3]), 0) == 0
-    halves.hear(Told(64, starts_anywhere=True))
+    halves.hear(Told(64, starts_anywhere=True, num_slots=2))
     assert halves.matched(prompt(), 0) == 16
 
 
@@ -83,7 +84,7 @@ def test_vllm_asks_again_while_all_slots_are_taken() -> None:
 
 def test_a_prefix_that_no_source_goes_on_from() -> None:
     halves = scheduling()
-    halves.hear(Told(64, starts_anywhere=False))
+    halves.hear(Told(64, starts_anywhere=False, num_slots=2))
     assert halves.matched(prompt(), 0) == 16
     assert halves.matched(prompt(), 4) == 0
     assert halves.take_local() == {"prefix": 1}
@@ -91,7 +92,7 @@ def test_a_prefix_that_no_source_goes_on_from() -> None:
 
 def test_prompts_that_are_too_long_too_short_or_no_text() -> None:
     halves = scheduling(min_tokens=10)
-    halves.hear(Told(16, starts_anywhere=True))
+    halves.hear(Told(16, starts_anywhere=True, num_slots=2))
     assert halves.matched(prompt("fits"), 0) == 16
     assert halves.matched(prompt("long", tuple(range(21))), 0) == 0
     assert halves.matched(prompt("short", PROMPT[:9]), 0) == 0
@@ -104,7 +105,7 @@ def test_prompts_that_are_too_long_too_short_or_no_text() -> None:
 
 def test_an_owner_that_ended_is_asked_for_nothing() -> None:
     halves = scheduling()
-    halves.hear(Told(64, starts_anywhere=True))
+    halves.hear(Told(64, starts_anywhere=True, num_slots=2))
     assert halves.matched(prompt(), 0) == 16
     halves.hear(Told(0, starts_anywhere=False, in_service=False))
     assert halves.matched(prompt(), 0) == 0
@@ -157,7 +158,7 @@ def test_asking_changes_nothing() -> None:
 
 def test_a_load_is_told_once_with_all_that_the_worker_needs() -> None:
     halves = scheduling(route="streamed")
-    halves.hear(Told(64, starts_anywhere=True))
+    halves.hear(Told(64, starts_anywhere=True, num_slots=2))
     assert halves.matched(prompt(), 8) == 8
     halves.allocated(prompt(), BLOCKS, 8)
     own = prompt("b", params={**ASKED, "headrace_route": "auto"})
@@ -237,3 +238,58 @@ def test_a_request_that_was_never_loaded() -> None:
     halves.finished("a")
     assert halves.step() == Orders()
     assert idle(halves)
+
+
+def test_what_waits_for_a_slot_is_bounded_in_time_and_number() -> None:
+    now_ns = 0
+    halves = Scheduling(
+        Settings(sources=(SourceConfig("replay"),), deadline_s=10.0, max_waiting=1),
+        BLOCK,
+        clock_ns=lambda: now_ns,
+    )
+    halves.hear(Told(64, starts_anywhere=True, num_slots=1))
+    halves.allocated(prompt("a"), BLOCKS, halves.matched(prompt("a"), 0) or 0)
+    assert halves.matched(prompt("b"), 0) is None
+    assert halves.matched(prompt("c"), 0) == 0, "one waits already"
+    now_ns = 10_000_000_000
+    assert halves.matched(prompt("b"), 0) is None
+    now_ns += 1
+    assert halves.matched(prompt("b"), 0) == 0
+    assert halves.take_local() == {"busy": 2}
+    assert halves.matched(prompt("d"), 0) is None, "the place of the one that left"
+    halves.finished("d")
+    assert halves.matched(prompt("e"), 0) is None
+    halves.step()
+    halves.reported(["a"])
+    assert halves.matched(prompt("e"), 0) == 16
+
+
+def test_the_worker_is_asked_for_its_word_after_a_rest() -> None:
+    halves = scheduling()
+    halves.arrived()
+    assert halves.take_asks()
+    assert not halves.take_asks()
+    assert halves.matched(prompt(), 0) is None
+    halves.hear(Told(64, starts_anywhere=True, num_slots=2))
+    halves.arrived()
+    assert not halves.take_asks()
+    assert halves.matched(prompt(), 0) == 16
+    halves.finished("a")
+    halves.finished("b")
+    halves.arrived()
+    assert halves.take_asks()
+
+
+def test_a_route_that_the_sources_do_not_offer_is_a_mistake() -> None:
+    halves = scheduling()
+    halves.hear(Told(64, starts_anywhere=True, num_slots=2, routes=("whole",)))
+    asked = {**ASKED, "headrace_route": "streamed"}
+    assert halves.matched(prompt(params=asked), 0) == 0
+    assert halves.matched(prompt("b"), 0) == 16
+    assert halves.take_local() == {"mistaken": 1}
+
+
+def test_prompts_whose_logprobs_are_asked_for_are_vllms_own() -> None:
+    halves = scheduling()
+    assert halves.matched(prompt(reads_cache=False), 0) == 0
+    assert halves.take_local() == {"prompt-logprobs": 1}

@@ -38,7 +38,7 @@ class Walk(RuleBasedStateMachine):
         super().__init__()
         source = SourceConfig("replay", num_slots=SLOTS)
         self.halves = Scheduling(Settings(sources=(source,)), BLOCK)
-        self.halves.hear(Told(64, starts_anywhere=True))
+        self.halves.hear(Told(64, starts_anywhere=True, num_slots=SLOTS))
         self.names = 0
         self.alive: dict[str, Prompt] = {}
         self.waiting: set[str] = set()

@@ -147,6 +147,7 @@ def test_engines_whose_cache_no_source_fills(tmp_path: Path) -> None:
         ("hf_overrides", {"rope_theta": 1}),
         ("hf_config_path", "elsewhere"),
         ("quantization", "fp8"),
+        ("quantization_config", {"linear": "fp8"}),
     ],
 )
 def test_engines_that_compute_with_another_model(name: str, value: Any, tmp_path: Path) -> None:
@@ -156,7 +157,8 @@ def test_engines_that_compute_with_another_model(name: str, value: Any, tmp_path
         check_engine(config)
     assert told.value.field == name
     if name == "quantization":
-        config.model_config.hf_config = SimpleNamespace(quantization_config={})
+        arch = SimpleNamespace(quantization_config={"quant_method": "fp8"})
+        config.model_config.model_arch_config = arch
         check_engine(config)
 
 
