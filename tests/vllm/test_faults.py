@@ -124,8 +124,8 @@ def test_an_aborted_load_keeps_its_blocks_until_nothing_comes_any_more(
         asked = engine.ask(prompt)
         stand_at(engine, here, point)
         held = {block for ids in SEEN.loads[-1].block_ids for block in ids}
+        canary = engine.ask(other)  # first, so that it is scheduled before the abort is reported
         engine.abort(asked)
-        canary = engine.ask(other)
         engine.until(lambda: SEEN.loads[-1].request_id == canary.internal, "the canary's load")
         taken = {block for ids in SEEN.loads[-1].block_ids for block in ids}
         assert not held & taken
