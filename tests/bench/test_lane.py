@@ -19,13 +19,12 @@ from headrace.bench.lane_table import figures, lines
 from headrace.bench.rows import RowFile, read_rows
 from headrace.cli import run_command
 from headrace.cli.bench.lane import LaneOptions, _setting, _settings_of
-from headrace.engine.environments import RNGD
 from headrace.errors import Refused
 from headrace.ids import RequestId
 from headrace.messages import Interval, Measured
 from headrace.plan import compile_plan
 from headrace.runtime.lanes import Lanes
-from headrace.runtime.pairs import TAKE_A_MODEL, WITH_A_MODEL
+from headrace.runtime.pairs import ENVIRONMENTS, TAKE_A_MODEL, WITH_A_MODEL
 from headrace.runtime.requests import Request, RequestOptions
 
 MS = 10**6
@@ -153,9 +152,10 @@ PLACE = "/a/place/of/this/machine"
 
 @pytest.fixture
 def _resolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every model is in one place, and the environment of rngd is this one."""
+    """Every model is in one place, and the environments of rngd and vllm are this one."""
     monkeypatch.setattr("headrace.engine.models.resolve", lambda name: Path(f"{PLACE}/found"))
-    monkeypatch.setenv(RNGD.variable, sys.executable)
+    for recipe in ENVIRONMENTS.values():
+        monkeypatch.setenv(recipe.variable, sys.executable)
 
 
 @pytest.mark.usefixtures("_resolved")
