@@ -171,7 +171,7 @@ def test_each_side_that_takes_a_model_gets_it(decoder: str, source: str | None) 
     if decoder != "paced":
         assert made.decoder_options == (model if decoder in WITH_A_MODEL else {})
         assert ("smollm2-135m" in made.name) == (takes or decoder in WITH_A_MODEL)
-    assert made.source_python == (sys.executable if source == "rngd" else None)
+    assert made.source_python == (sys.executable if source in ENVIRONMENTS else None)
 
 
 @pytest.mark.usefixtures("_resolved")
