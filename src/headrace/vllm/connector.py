@@ -147,9 +147,6 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduling.finished(request.request_id)
         return False, None
 
-    def has_pending_push_work(self) -> bool:
-        return False
-
     # The worker half.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -14,12 +14,11 @@ from headrace.errors import Refused
 from headrace.geometry import Emission
 from headrace.messages import AskedRoute
 from headrace.runtime.config import SourceConfig, names_of
-from headrace.runtime.pairs import Spelling, interpreter_for
+from headrace.runtime.pairs import TAKE_A_MODEL, Spelling, interpreter_for
 from headrace.runtime.requests import ASKED_ROUTES, RequestOptions
 from headrace.runtime.supervisor import RestartPolicy
 
 ROUTE_PARAM: Final = "headrace_route"
-_WITH_A_MODEL: Final = ("torch", "cuda", "rngd", "vllm")
 _SPELLING: Final = Spelling(
     lambda name: f"`{name.removeprefix('source_')}` of a source",
     lambda name: f"`{name.removeprefix('source_')}`",
@@ -129,7 +128,7 @@ def with_model(
         Refused, BackendUnavailable: its interpreter cannot run headrace, or there is none.
     """
     options = dict(source.options)
-    if source.source in _WITH_A_MODEL:
+    if source.source in TAKE_A_MODEL:
         options.setdefault("model", directory)
         if source.source != "rngd":
             options.setdefault("dtype", dtype)
