@@ -194,6 +194,5 @@ def test_what_a_class_is_asked(module: Any) -> None:
     connector = module.HeadraceConnector
     assert connector.supports_sleep_mode(None) is False
     assert connector.requires_piecewise_for_cudagraph({}) is True, "in a source"
-    assert connector.has_pending_push_work(connector) is False
     word = module.Word(None)
     assert word.aggregate(module.Word(None)) == word
